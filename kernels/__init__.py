@@ -1,0 +1,1 @@
+"""One operation a file: its mathematics, a torch reference, and the function that chooses what runs."""

@@ -1,0 +1,1 @@
+"""DeepSeek-VL2 as torch modules: pictures to tiles, messages to token ids, checkpoints to weights."""
