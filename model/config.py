@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-
 T = TypeVar("T")
 
 
@@ -118,7 +117,8 @@ class LanguageConfig(_Section):
         else:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
-                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+                    f"hidden_size {self.hidden_size} is not a multiple of "
+                    f"num_attention_heads {self.num_attention_heads}"
                 )
             if self.num_key_value_heads != self.num_attention_heads:
                 raise ValueError(
@@ -134,11 +134,11 @@ class LanguageConfig(_Section):
                 )
             if self.topk_method == "noaux_tc" and self.scoring_func != "sigmoid":
                 raise ValueError("topk_method noaux_tc needs scoring_func sigmoid")
-            if self.topk_method != "greedy":
-                if not self.n_group or not self.topk_group or self.n_routed_experts % self.n_group:
-                    raise ValueError(
-                        f"topk_method {self.topk_method} needs n_group (dividing n_routed_experts) and topk_group"
-                    )
+            grouped = self.n_group and self.topk_group and self.n_routed_experts % self.n_group == 0
+            if self.topk_method != "greedy" and not grouped:
+                raise ValueError(
+                    f"topk_method {self.topk_method} needs n_group (dividing n_routed_experts) and topk_group"
+                )
         return self
 
     @property
@@ -193,11 +193,7 @@ class LanguageConfig(_Section):
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether decoder layer `index` (from 0) holds a mixture of experts rather than one dense MLP."""
-        return (
-            self.num_routed_experts > 0
-            and index >= self.first_k_dense_replace
-            and index % self.moe_layer_freq == 0
-        )
+        return self.num_routed_experts > 0 and index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
 
     def _used(self, name: str) -> int:
         value = getattr(self, name)
@@ -260,7 +256,9 @@ def load_config(folder: Path) -> ModelConfig:
         )
     parsed = _parse(folder / "config.json", ModelConfig.model_validate, config)
     processor = _parse(
-        folder / "processor_config.json", _ProcessorConfig.model_validate, _read_object(folder / "processor_config.json")
+        folder / "processor_config.json",
+        _ProcessorConfig.model_validate,
+        _read_object(folder / "processor_config.json"),
     )
     _check_agreement(folder, parsed, processor)
     return parsed.model_copy(update={"image_token": processor.image_token})

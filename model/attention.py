@@ -1,0 +1,133 @@
+"""The decoder's attention over the paged cache: multi-head latent attention, and plain multi-head (tiny).
+
+Both write the step's own cache rows first, then attend: decoding rows over their pages, prefill chunks
+over their sequence's rows gathered from the pages, so that chunks and cached context take one path.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.mha_decode import mha_decode
+from kernels.mla_decode import mla_decode
+from kernels.prefill_attention import prefill_attention
+from kernels.rope_cache import apply_rope_half, apply_rope_interleaved, read_rows, write_rows
+from model.batch import Batch
+from model.config import LanguageConfig
+from model.norm import RMSNorm
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside MLA, whatever rms_norm_eps says (as in the reference)."""
+
+
+class LatentAttention(nn.Module):
+    """MLA (DeepSeek-V2, section 2.1): the cache keeps one normalised latent and one rotated key a token.
+
+    Prefill expands latents to keys (nope + rope) and values of every head; decode keeps them, with the
+    key half of `kv_b_proj` folded into the query and the value half onto the output.
+    """
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.nope, self.rope = config.nope_head_dim, config.rope_head_dim
+        self.rank, self.value = config.latent_rank, config.value_head_dim
+        self.scale = config.softmax_scale
+        query_width = self.heads * config.qk_head_dim
+        self.query_rows = config.query_rank or query_width
+        self.q_kv_a_proj = nn.Linear(config.hidden_size, self.query_rows + self.rank + self.rope, bias=False)
+        if config.query_rank:
+            self.q_a_layernorm = RMSNorm(config.query_rank, LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.query_rank, query_width, bias=False)
+        self.low_rank_query = config.query_rank > 0
+        self.kv_a_layernorm = RMSNorm(self.rank, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, kv_cache: Tensor) -> Tensor:
+        """hidden_states [T, hidden_size], rotary cos and sin [T, rope / 2], kv_cache [pages, PAGE_SIZE, row]."""
+        query, latent, key_rope = self.q_kv_a_proj(hidden_states).split((self.query_rows, self.rank, self.rope), dim=-1)
+        if self.low_rank_query:
+            query = self.q_b_proj(self.q_a_layernorm(query))
+        query = query.unflatten(-1, (self.heads, self.nope + self.rope))
+        query_nope, query_rope = query[..., : self.nope], apply_rope_interleaved(query[..., self.nope :], *rotary)
+        key_rope = apply_rope_interleaved(key_rope[:, None], *rotary)[:, 0]
+        write_rows(kv_cache, batch.slots, torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1))
+
+        num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
+        parts = []
+        if batch.decode is not None:
+            parts.append(self._decode(query_nope[:num_decodes], query_rope[:num_decodes], batch, kv_cache))
+        if batch.prefill is not None:
+            parts.append(self._prefill(query_nope[num_decodes:], query_rope[num_decodes:], batch, kv_cache))
+        output: Tensor = self.o_proj(torch.cat(parts).flatten(1))
+        return output
+
+    def _decode(self, query_nope: Tensor, query_rope: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """[B, heads, value]"""
+        assert batch.decode is not None
+        key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(
+            (self.nope, self.value), dim=1
+        )
+        absorbed = torch.einsum("bhn,hnr->bhr", query_nope, key_weight)
+        attended = mla_decode(
+            torch.cat((absorbed, query_rope), dim=-1),
+            kv_cache,
+            batch.decode.block_table,
+            batch.decode.context_lens,
+            rank=self.rank,
+            scale=self.scale,
+        )
+        return torch.einsum("bhr,hvr->bhv", attended, value_weight)
+
+    def _prefill(self, query_nope: Tensor, query_rope: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """[rows of prefill, heads, value]"""
+        assert batch.prefill is not None
+        latent, key_rope = read_rows(kv_cache, batch.prefill.key_slots).split((self.rank, self.rope), dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
+        key_nope, value = expanded.split((self.nope, self.value), dim=-1)
+        key = torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1)
+        return prefill_attention(
+            torch.cat((query_nope, query_rope), dim=-1),
+            key,
+            value,
+            query_lens=batch.prefill.query_lens,
+            key_lens=batch.prefill.key_lens,
+            scale=self.scale,
+        )
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of tiny: the cache keeps rotated keys and values of every head, keys first in a row."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.num_attention_heads, config.qk_head_dim
+        self.scale = config.softmax_scale
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * self.heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, kv_cache: Tensor) -> Tensor:
+        """hidden_states [T, hidden_size], rotary cos and sin [T, head_dim / 2], kv_cache [pages, PAGE_SIZE, row]."""
+        query, key, value = self.qkv_proj(hidden_states).unflatten(-1, (3, self.heads, self.head_dim)).unbind(1)
+        query, key = apply_rope_half(query, *rotary), apply_rope_half(key, *rotary)
+        write_rows(kv_cache, batch.slots, torch.stack((key, value), dim=1).flatten(1))
+
+        num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
+        parts = []
+        if batch.decode is not None:
+            table, lengths = batch.decode.block_table, batch.decode.context_lens
+            parts.append(mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale))
+        if batch.prefill is not None:
+            rows = read_rows(kv_cache, batch.prefill.key_slots).unflatten(-1, (2, self.heads, self.head_dim))
+            parts.append(
+                prefill_attention(
+                    query[num_decodes:],
+                    rows[:, 0],
+                    rows[:, 1],
+                    query_lens=batch.prefill.query_lens,
+                    key_lens=batch.prefill.key_lens,
+                    scale=self.scale,
+                )
+            )
+        output: Tensor = self.o_proj(torch.cat(parts).flatten(1))
+        return output

@@ -1,0 +1,68 @@
+"""The DeepSeek-V2 decoder: embedding, layers, final norm, output matrix, over a batch of ragged rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import LatentAttention, MultiHeadAttention
+from model.batch import Batch
+from model.config import LanguageConfig
+from model.moe import MLP, MixtureOfExperts
+from model.norm import RMSNorm
+from model.rope import RotaryEmbedding
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP. The residual sum is handed on with its last term not yet added, for the next norm."""
+
+    def __init__(self, config: LanguageConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = LatentAttention(config) if config.use_mla else MultiHeadAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = (
+            MixtureOfExperts(config)
+            if config.is_moe_layer(index)
+            else MLP(config.hidden_size, config.intermediate_size)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv_cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden_states, residual), both [T, hidden_size]: the layer's output is their sum."""
+        normed, residual = self.input_layernorm.add(hidden_states, residual)
+        attended = self.attention(normed, rotary, batch, kv_cache)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, batch: Batch, kv_cache: Sequence[Tensor]) -> Tensor:
+        """Logits, float32 [R, vocab_size], of the batch's `logits_rows`; writes the step's rows into `kv_cache`.
+
+        kv_cache: one tensor a layer, [pages, PAGE_SIZE, kv_row_size], in the model's dtype.
+        """
+        hidden_states = self.embed_tokens(batch.token_ids)
+        if batch.image_rows is not None and batch.image_embeds is not None:
+            hidden_states = hidden_states.index_copy(0, batch.image_rows, batch.image_embeds)
+        rotary = self.rotary(batch.positions)
+        residual = torch.zeros_like(hidden_states)
+        for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
+            hidden_states, residual = layer(hidden_states, residual, rotary, batch, layer_cache)
+        normed, _ = self.norm.add(hidden_states[batch.logits_rows], residual[batch.logits_rows])
+        logits: Tensor = self.lm_head(normed)
+        return logits.float()

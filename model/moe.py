@@ -1,0 +1,79 @@
+"""The decoder's MLPs: one dense, or a router with routed and shared experts (DeepSeekMoE)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.moe import moe_experts
+from kernels.router import route
+from model.config import LanguageConfig
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), the gate's rows before the up's in one matrix."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        output: Tensor = self.down_proj(F.silu(gate) * up)
+        return output
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts and, as the last ones of the same stack, shared experts that every token takes with weight 1."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.num_routed, self.num_shared = config.num_routed_experts, config.num_shared_experts
+        self.router = Router(config)
+        self.experts = Experts(self.num_routed + self.num_shared, config.hidden_size, config.moe_intermediate_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[T, hidden_size] to the same."""
+        expert_ids, weights = self.router(hidden_states)
+        if self.num_shared:
+            shared = torch.arange(self.num_routed, self.num_routed + self.num_shared, device=expert_ids.device)
+            expert_ids = torch.cat((expert_ids, shared.expand(len(expert_ids), -1)), dim=-1)
+            weights = F.pad(weights, (0, self.num_shared), value=1.0)
+        return moe_experts(hidden_states, self.experts.gate_up_weight, self.experts.down_weight, expert_ids, weights)
+
+
+class Router(nn.Module):
+    """Scores every routed expert; its weights stay float32 whatever the model's dtype."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_routed_experts, config.hidden_size, dtype=torch.float32))
+        bias = torch.empty(config.num_routed_experts, dtype=torch.float32) if config.topk_method == "noaux_tc" else None
+        self.e_score_correction_bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts int64 [T, k] and their weights float32 [T, k] of hidden_states [T, hidden_size]."""
+        config = self.config
+        assert config.topk_method is not None and config.num_experts_per_tok is not None
+        return route(
+            hidden_states,
+            self.weight,
+            self.e_score_correction_bias,
+            topk=config.num_experts_per_tok,
+            method=config.topk_method,
+            scoring=config.scoring_func,
+            normalize=config.norm_topk_prob,
+            scaling_factor=config.routed_scaling_factor,
+            num_groups=config.n_group or 1,
+            topk_groups=config.topk_group or 1,
+        )
+
+
+class Experts(nn.Module):
+    """The weights of E experts of width I: gate_up_weight [E, 2I, H], gate rows first, and down_weight [E, H, I]."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))

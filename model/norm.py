@@ -1,0 +1,22 @@
+"""Root-mean-square norm with a learned weight."""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """Norm of the last dimension, [..., width] to the same shape and dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`residual + x` normed, and the sum itself."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
