@@ -1,0 +1,300 @@
+"""The engine: one loop that receives, schedules, runs and publishes.
+
+`Engine` is the whole of it within a process: tests and offline use call it directly. `serve` wraps it in the
+loop of the engine process, which talks to `client` in typed messages over ZeroMQ. It handles arrays and
+numbers only: bytes that a user sent are decoded elsewhere. Logs name requests, never what they say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+
+import msgspec
+import torch
+import zmq
+
+from model.batch import PAGE_SIZE
+from model.image import image_layout
+from server.engine.kv_cache import PagePool, PagePoolError
+from server.engine.request import (
+    TILE_BYTES,
+    Abort,
+    EngineConfig,
+    EngineRequest,
+    EngineStats,
+    Events,
+    FromEngine,
+    ImageInput,
+    LoadFailed,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    Request,
+    RequestImage,
+    RequestRejected,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenEvent,
+)
+from server.engine.runner import Runner
+from server.engine.sampler import SampledToken
+from server.engine.scheduler import Scheduler, StepPlan
+
+logger = logging.getLogger(__name__)
+
+FATAL_EXIT_CODE = 70
+
+
+class Engine:
+    """add_request, step until has_work is false, abort at any time between two steps."""
+
+    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+        """Loads the model, unless a runner that has it is given. Raises what loading raises."""
+        self.runner = runner if runner is not None else Runner(config)
+        self.info = self.runner.info
+        self.pool = PagePool(self.runner.num_pages, PAGE_SIZE)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            vision_tile_budget=config.vision_tile_budget,
+            eos_token_id=self.info.eos_token_id,
+        )
+        self._steps = self._prompt_tokens = self._generated_tokens = self._tiles = 0
+        self._failed_requests = self._integrity_errors = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.requests)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestRejected, with the reason, for one that cannot be served."""
+        request.sampling.check(self.info.vocab_size)
+        for token in request.token_ids:
+            if not 0 <= token < self.info.vocab_size:
+                raise RequestRejected(f"token id {token} is outside the vocabulary of {self.info.vocab_size}")
+        seed = request.sampling.seed
+        self.scheduler.add(
+            Request(
+                request.request_id,
+                list(request.token_ids),
+                request.sampling,
+                seed=secrets.randbits(64) if seed is None else seed,
+                images=_check_images(request.images, len(request.token_ids)),
+            )
+        )
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request in whatever state it is; its pages are free when this returns. None if it had ended already."""
+        if self.scheduler.finish(request_id) is None:
+            return None
+        self.runner.forget(request_id)
+        return TokenEvent(request_id=request_id, finish_reason="abort")
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step: at most one token for each running request.
+
+        A step that raises is run again request by request, so that only those it fails for end with
+        finish_reason "error". Raises torch.AcceleratorError when the device itself is lost.
+        """
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        self._steps += 1
+        try:
+            sampled = self._compute(plan)
+        except Exception as error:
+            _raise_if_device_is_lost(error)
+            logger.exception("a step of %d requests failed, running them one by one", len(plan.requests))
+            return list(itertools.chain.from_iterable(map(self._run_alone, _split(plan))))
+        return self._commit(plan, sampled)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            pages_total=self.pool.num_pages,
+            pages_free=self.pool.num_free,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            tiles_encoded=self._tiles,
+            preemptions=self.scheduler.num_preemptions,
+            failed_requests=self._failed_requests,
+            integrity_errors=self._integrity_errors,
+        )
+
+    def check_integrity(self) -> bool:
+        """Whether queues and pages agree; if not, it is logged and counted."""
+        try:
+            self.scheduler.check_integrity()
+        except PagePoolError:
+            self._integrity_errors += 1
+            logger.exception("integrity check failed")
+            return False
+        return True
+
+    def _compute(self, plan: StepPlan) -> list[SampledToken | None]:
+        return self.runner.execute(plan).sampled.collect()
+
+    def _commit(self, plan: StepPlan, sampled: list[SampledToken | None]) -> list[TokenEvent]:
+        """Enter a step's outcome in the books and turn it into events."""
+        self._tiles += sum(encode.last - encode.first for encode in plan.encodes)
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefills)
+        self.scheduler.commit(plan, [None if token is None else token.token_id for token in sampled])
+        events = []
+        for request, token in zip(plan.sampled, sampled, strict=True):
+            if token is None:
+                events.append(self._fail(request, "the model's logits are not finite numbers"))
+                continue
+            self._generated_tokens += 1
+            reason = request.finish_reason(self.info.eos_token_id)
+            if reason is not None:
+                self.runner.forget(request.request_id)
+            events.append(
+                TokenEvent(
+                    request_id=request.request_id,
+                    token_ids=[token.token_id],
+                    logprobs=None if token.logprobs is None else [token.logprobs],
+                    finish_reason=reason,
+                )
+            )
+        return events
+
+    def _run_alone(self, plan: StepPlan) -> list[TokenEvent]:
+        (request,) = plan.requests
+        try:
+            sampled = self._compute(plan)
+        except Exception as error:
+            _raise_if_device_is_lost(error)
+            logger.exception("request %s failed", request.request_id)
+            return [self._fail(request, f"{type(error).__name__}: {error}")]
+        return self._commit(plan, sampled)
+
+    def _fail(self, request: Request, message: str) -> TokenEvent:
+        self.scheduler.finish(request.request_id)
+        self.runner.forget(request.request_id)
+        self._failed_requests += 1
+        return TokenEvent(request_id=request.request_id, finish_reason="error", error=message)
+
+
+def _check_images(images: list[ImageInput], num_tokens: int) -> list[RequestImage]:
+    """The engine's records of a request's images; RequestRejected if tiles or slots do not fit the prompt."""
+    records = []
+    free_from = 0
+    for number, image in enumerate(images):
+        if image.columns < 1 or image.rows < 1:
+            raise RequestRejected(f"image {number} has {image.columns} columns and {image.rows} rows of tiles")
+        slots = len(image_layout(image.columns, image.rows))
+        record = RequestImage(image.start, slots, image.columns, image.rows, image.tiles)
+        if not free_from <= record.start or record.end > num_tokens:
+            raise RequestRejected(
+                f"image {number} takes positions {record.start} to {record.end - 1}, "
+                f"only {free_from} to {num_tokens - 1} are free for it"
+            )
+        if len(image.tiles) != record.num_tiles * TILE_BYTES:
+            raise RequestRejected(f"image {number} has {len(image.tiles)} bytes for {record.num_tiles} tiles")
+        free_from = record.end
+        records.append(record)
+    return records
+
+
+def _split(plan: StepPlan) -> list[StepPlan]:
+    """A step's work as one plan for each of its requests."""
+    return [
+        StepPlan(
+            decodes=[chunk for chunk in plan.decodes if chunk.request is request],
+            prefills=[chunk for chunk in plan.prefills if chunk.request is request],
+            encodes=[encode for encode in plan.encodes if encode.request is request],
+        )
+        for request in plan.requests
+    ]
+
+
+def _raise_if_device_is_lost(error: Exception) -> None:
+    """A CUDA error (other than memory) leaves the process's context unusable: no later step could work."""
+    if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+        raise error
+
+
+def serve(config: EngineConfig, address: str) -> int:
+    """The engine process: connect to the client at `address`, load, serve until told to stop. Returns an exit code."""
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.connect(address)
+    link = Link(socket)
+    try:
+        try:
+            engine = Engine(config)
+        except Exception as error:
+            logger.exception("the engine could not start")
+            link.send(LoadFailed(f"{type(error).__name__}: {error}"))
+            return 1
+        link.send(Ready(engine.info))
+        try:
+            _loop(engine, link)
+        except Exception:
+            logger.critical("the engine cannot go on", exc_info=True)
+            return FATAL_EXIT_CODE
+        return 0
+    finally:
+        # A client that is gone must not keep the process: what is unsent after a second is dropped.
+        context.destroy(linger=1000)
+
+
+class Link:
+    """The engine's end of the socket: typed messages in and out."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, *, wait: bool) -> ToEngine | None:
+        """The next message. Without `wait`, None if there is none."""
+        if not wait and not self._socket.poll(0):
+            return None
+        message: ToEngine = self._decoder.decode(self._socket.recv())
+        return message
+
+
+def _loop(engine: Engine, link: Link) -> None:
+    checked = True
+    while True:
+        if not engine.has_work and not checked:
+            checked = True
+            engine.check_integrity()
+        message = link.receive(wait=not engine.has_work)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            _handle(engine, link, message)
+            message = link.receive(wait=False)
+        if engine.has_work:
+            checked = False
+            events = engine.step()
+            if events:
+                link.send(Events(events))
+
+
+def _handle(engine: Engine, link: Link, message: Submit | Abort | Ping) -> None:
+    match message:
+        case Submit(request):
+            try:
+                engine.add_request(request)
+            except RequestRejected as error:
+                link.send(Rejected(request.request_id, str(error)))
+        case Abort(request_id):
+            event = engine.abort(request_id)
+            if event is not None:
+                link.send(Events([event]))
+        case Ping(number):
+            link.send(Pong(number, engine.stats()))
