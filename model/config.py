@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 T = TypeVar("T")
 
@@ -270,11 +270,18 @@ class _ProcessorConfig(_Section):
     candidate_resolutions: tuple[tuple[int, int], ...]
     patch_size: int
     downsample_ratio: int = 2
-    image_mean: tuple[Literal[0.5], Literal[0.5], Literal[0.5]] = (0.5, 0.5, 0.5)
-    image_std: tuple[Literal[0.5], Literal[0.5], Literal[0.5]] = (0.5, 0.5, 0.5)
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     normalize: Literal[True] = True
     sft_format: Literal["deepseek"] = "deepseek"
     image_token: str = "<image>"
+
+    @field_validator("image_mean", "image_std")
+    @classmethod
+    def _is_half(cls, value: tuple[float, float, float]) -> tuple[float, float, float]:
+        if value != (0.5, 0.5, 0.5):
+            raise ValueError("only (0.5, 0.5, 0.5) is supported")
+        return value
 
 
 def _check_agreement(folder: Path, config: ModelConfig, processor: _ProcessorConfig) -> None:
