@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI protocol, pictures, streaming, command line. Arrows point down: server -> engine -> model."""

@@ -1,0 +1,164 @@
+"""The command line: `vl2 serve`, `caption`, `chat`, `bench`, `doctor`. `python -m server` is the same.
+
+Every command takes every setting as a flag; the flags are made from the fields of `Settings`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from server.settings import ConfigurationError, Settings, flag_name, load_settings
+
+app = typer.Typer(
+    help="Serve DeepSeek-VL2 vision-language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure speed and memory.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Entry of the console script."""
+    app()
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command whose first parameter is `settings` one flag for each setting.
+
+    Only flags that were given are passed on, so that the environment and the YAML file fill in the rest.
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    flags = [_flag(name) for name in Settings.model_fields]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> None:
+        given = {flag.name: values.pop(flag.name) for flag in flags}
+        try:
+            settings = load_settings({name: value for name, value in given.items() if value is not None})
+            command(settings, **values)
+        except ConfigurationError as error:
+            fail(str(error), code=2)
+
+    wrapped.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *flags]}
+    return wrapped
+
+
+def fail(message: str, *, code: int = 1) -> typing.NoReturn:
+    """Say on standard error why the command ends, and end it."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def _flag(name: str) -> inspect.Parameter:
+    """The option of one setting. Its default is None, meaning "not given"; the help shows the setting's own."""
+    field = Settings.model_fields[name]
+    default = field.get_default()
+    shown: Any = False if default in (None, ()) else str(default)
+    option = typer.Option(flag_name(name), help=field.description, show_default=shown, rich_help_panel="Settings")
+    kind = list[str] if name == "api_key" else _without_none(field.annotation)
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _without_none(annotation: Any) -> Any:
+    """`int | None` -> `int`."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        [kind] = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+        return kind
+    return annotation
+
+
+BaseURL = Annotated[
+    str | None, typer.Option("--base-url", help="A running server; without it the model is loaded for this command.")
+]
+
+
+@app.command()
+@with_settings
+def serve(settings: Settings) -> None:
+    """Serve a model over HTTP. Settings also come from VL2_* variables and from --config FILE."""
+    from server.serve import serve as run
+    from server.service import StartupError
+
+    try:
+        run(settings)
+    except StartupError as error:
+        fail(str(error))
+
+
+@app.command()
+@with_settings
+def caption(
+    settings: Settings,
+    files: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False, readable=True)],
+    base_url: BaseURL = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask about each picture.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
+) -> None:
+    """Print what is to be seen on each picture."""
+    from server.terminal import caption_files
+
+    if not caption_files(settings, files, base_url=base_url, prompt=prompt, max_tokens=max_tokens):
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_settings
+def chat(
+    settings: Settings,
+    base_url: BaseURL = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.0,
+) -> None:
+    """Talk with the model. `/image FILE` adds a picture to the next message, `/reset` begins anew, `/quit` ends."""
+    from server.terminal import chat_loop
+
+    chat_loop(settings, base_url=base_url, temperature=temperature)
+
+
+@bench_app.command("offline")
+@with_settings
+def bench_offline(
+    settings: Settings,
+    prompt_len: Annotated[list[int] | None, typer.Option(min=1, help="Text tokens a prompt; several allowed.")] = None,
+    output_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens to generate; several allowed.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several allowed.")] = None,
+    images: Annotated[int, typer.Option(min=0, help="Pictures a prompt.")] = 0,
+    image_size: Annotated[str, typer.Option(help="Their size as WIDTHxHEIGHT.")] = "384x384",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the median is shown.")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run the engine in this process on random tokens and pictures: no tokenizer needed, and with dummy weights
+    no checkpoint but its config.json."""
+    from server.bench import Case, run_cases
+
+    size = image_size.split("x")
+    if len(size) != 2 or not all(part.isdecimal() and int(part) for part in size):
+        fail(f"--image-size: {image_size!r} is not WIDTHxHEIGHT, as in 800x600", code=2)
+    cases = [
+        Case(prompt_len=prompt, output_len=output, batch_size=batch, images=images)
+        for prompt in prompt_len or [32]
+        for output in output_len or [32]
+        for batch in batch_size or [1]
+    ]
+    run_cases(settings, cases, image_size=(int(size[0]), int(size[1])), repeats=repeats, as_json=json)
+
+
+@app.command()
+@with_settings
+def doctor(settings: Settings) -> None:
+    """Print the facts that matter when something does not run: Python, torch, device, memory, model."""
+    from server.doctor import report
+
+    if not report(settings):
+        raise typer.Exit(1)

@@ -1,0 +1,199 @@
+"""Requests go to the engine and come back as deltas of choices: every route that generates does it through here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from model.tokenizer import Tokenizer
+from server.engine.client import EngineClient
+from server.engine.request import EngineDeadError, EngineRequest, RequestRejected, SamplingParams
+from server.errors import APIError
+from server.prepare import PreparedPrompt
+from server.protocol import INT64_MAX, GenerationRequest, Usage
+from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken, visible_tokens
+
+# Deltas that wait for a slow reader before the choices' tasks wait with them.
+QUEUED_DELTAS = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One choice to generate, and the decoder of its answer (good for one run)."""
+
+    request: EngineRequest
+    decoder: AnswerDecoder
+
+
+@dataclass
+class Answer:
+    """All deltas of one choice together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.scored += delta.scored
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+
+
+def make_jobs(
+    body: GenerationRequest,
+    prompt: PreparedPrompt,
+    tokenizer: Tokenizer,
+    *,
+    request_id: str,
+    max_tokens: int,
+    logprobs: int | None,
+    vocab_size: int,
+) -> list[Job]:
+    """The n choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
+
+    Choice i of a request with a seed has the seed + i, so that choices differ and each can be had again alone.
+    """
+    bias = {int(token): value for token, value in body.logit_bias.items()}
+    for name, ids in (("logit_bias", list(bias)), ("stop_token_ids", body.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                message = f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
+                raise APIError(400, message, param=name, code="invalid_value")
+    jobs = []
+    for choice in range(body.n):
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            seed=None if body.seed is None else _wrap(body.seed + choice),
+            logit_bias=bias,
+            min_tokens=body.min_tokens,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+        decoder = AnswerDecoder(
+            tokenizer,
+            shows=visible_tokens(tokenizer, prompt.token_ids, body.skip_special_tokens),
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            min_tokens=body.min_tokens,
+        )
+        request = EngineRequest(
+            request_id=f"{request_id}-{choice}", token_ids=prompt.token_ids, images=prompt.images, sampling=sampling
+        )
+        jobs.append(Job(request, decoder))
+    return jobs
+
+
+def _wrap(seed: int) -> int:
+    """Back into the range of int64."""
+    return (seed + INT64_MAX + 1) % (2 * INT64_MAX + 2) - INT64_MAX - 1
+
+
+class Generation:
+    """Jobs in flight. Their deltas come as the engine makes them; `close` aborts what still runs."""
+
+    def __init__(self, engine: EngineClient, jobs: Sequence[Job]) -> None:
+        """Must be made on the event loop: the jobs start at once."""
+        self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(QUEUED_DELTAS)
+        self._unfinished = len(jobs)
+        self._first: tuple[int, Delta] | None = None
+        self._tasks = [asyncio.create_task(self._pump(engine, index, job)) for index, job in enumerate(jobs)]
+
+    async def begin(self) -> None:
+        """Wait for the first delta: until then a refusal can still become an HTTP status. Closes if it fails."""
+        try:
+            self._first = await self._next()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Each delta with the index of its job; every job's last has a finish_reason.
+
+        Raises APIError when the engine refuses or fails a job.
+        """
+        if self._first is not None:
+            yield self._first
+        while self._unfinished:
+            yield await self._next()
+
+    async def close(self) -> None:
+        """Abort the jobs that still run, and wait until the engine knows."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _next(self) -> tuple[int, Delta]:
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        self._unfinished -= item[1].finish_reason is not None
+        return item
+
+    async def _pump(self, engine: EngineClient, index: int, job: Job) -> None:
+        try:
+            async with aclosing(_run(engine, job)) as deltas:
+                async for delta in deltas:
+                    await self._queue.put((index, delta))
+        except Exception as error:
+            await self._queue.put(error)
+
+
+async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
+    """The deltas of one choice. Leaving it, for a stop string as for a lost client, aborts it in the engine."""
+    try:
+        async with aclosing(engine.generate(job.request)) as events:
+            async for event in events:
+                if event.finish_reason == "error":
+                    message = f"The engine could not finish this request: {event.error}"
+                    raise APIError(500, message, code="engine_error")
+                if event.finish_reason == "abort":
+                    raise APIError(503, "The request was aborted because the server stops.", code="aborted")
+                delta = job.decoder.feed(event)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        raise APIError(500, "The engine ended this request without a result.", code="engine_error")
+    except RequestRejected as error:
+        raise APIError(400, str(error), code="request_rejected") from error
+    except EngineDeadError as error:
+        raise engine_dead() from error
+
+
+def engine_dead() -> APIError:
+    """What a client is told while no engine answers."""
+    return APIError(503, "The engine is not running.", code="engine_dead", headers={"Retry-After": "10"})
+
+
+async def collect(engine: EngineClient, jobs: Sequence[Job]) -> list[Answer]:
+    """The whole answers, in the order of the jobs."""
+    answers = [Answer() for _ in jobs]
+    generation = Generation(engine, jobs)
+    try:
+        async for index, delta in generation.deltas():
+            answers[index].add(delta)
+    finally:
+        await generation.close()
+    return answers
+
+
+def usage(prompts: Sequence[PreparedPrompt], completion_tokens: int) -> Usage:
+    """Counts for an answer: each prompt once, however many choices it has."""
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )

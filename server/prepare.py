@@ -1,0 +1,178 @@
+"""A request's messages become what the engine runs: pictures decoded, prompt laid out, its length judged.
+
+Decoding and tokenising take milliseconds to seconds, so they run in a small thread pool, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from PIL import Image
+
+from model.config import ModelConfig
+from model.prompt import Message as PromptMessage
+from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prompt
+from model.tokenizer import Tokenizer
+from server.engine.request import ImageInput
+from server.errors import APIError
+from server.media import MediaError, decode_image, image_from_url
+from server.protocol import AssistantMessage, Message, SystemMessage, TextPart
+from server.settings import Settings
+
+T = TypeVar("T")
+
+MAX_THREADS = 4
+# All pictures of a request are in memory at once: together they may have this many times the pixels of the largest.
+MAX_PIXELS_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """What the engine runs. `image_slots` has the positions that each picture takes, in order."""
+
+    token_ids: list[int]
+    images: list[ImageInput]
+    image_slots: tuple[int, ...]
+
+    @property
+    def describes(self) -> str:
+        """The length in words, for error messages."""
+        text = len(self.token_ids) - sum(self.image_slots)
+        if not self.image_slots:
+            return f"{len(self.token_ids)} tokens"
+        slots = f"{sum(self.image_slots)} image slots"
+        if len(self.image_slots) > 1:
+            slots += f" ({' + '.join(map(str, self.image_slots))})"
+        return f"{len(self.token_ids)} tokens: {text} text tokens and {slots}"
+
+
+class Preparer:
+    """Makes prompts in a bounded thread pool. Raises APIError (400) on anything wrong with a request's content."""
+
+    def __init__(self, settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        self._config = config
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, messages: Sequence[Message]) -> PreparedPrompt:
+        """The prompt of a conversation."""
+        count = sum(not isinstance(part, TextPart) for message in messages for part in message.content)
+        if count > self._settings.max_images:
+            raise APIError(
+                400,
+                f"The request has {count} images; this server takes at most {self._settings.max_images} per request.",
+                param="messages",
+                code="too_many_images",
+            )
+        return await self._in_pool(lambda: self._layout(self._translate(messages)))
+
+    async def question(self, picture: bytes, text: str) -> PreparedPrompt:
+        """The prompt of one picture with a text after it."""
+
+        def build() -> PreparedPrompt:
+            try:
+                image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
+            except MediaError as error:
+                raise APIError(400, f"image: {error}", param="image", code="invalid_image") from error
+            return self._layout([PromptMessage("user", (image, text))])
+
+        return await self._in_pool(build)
+
+    async def completion(self, prompt: str | list[int]) -> PreparedPrompt:
+        """The prompt of a plain completion: bos and the text, or token ids as they are."""
+        if isinstance(prompt, str):
+            return await self._in_pool(lambda: _pack(build_text_prompt(prompt, self._tokenizer)))
+        vocabulary = self._config.language.vocab_size
+        for token in prompt:
+            if token >= vocabulary:
+                message = f"prompt: token id {token} is outside the vocabulary of {vocabulary}"
+                raise APIError(400, message, param="prompt", code="invalid_value")
+        return PreparedPrompt(prompt, [], ())
+
+    async def _in_pool(self, build: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, build)
+
+    def _translate(self, messages: Sequence[Message]) -> list[PromptMessage]:
+        """Messages with their pictures decoded."""
+        budget = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
+        translated = []
+        for place, message in enumerate(messages):
+            parts: list[str | Image.Image] = []
+            for index, part in enumerate(message.content):
+                if isinstance(part, TextPart):
+                    parts.append(part.text)
+                    continue
+                param = f"messages[{place}].content[{index}].image_url"
+                image = self._fetch(part.image_url.url, param)
+                budget -= image.width * image.height
+                if budget < 0:
+                    limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
+                    text = f"{param}: the images of this request have more than {limit} pixels together"
+                    raise APIError(400, text, param=param, code="invalid_image")
+                parts.append(image)
+            translated.append(PromptMessage(_role(message), tuple(parts)))
+        return translated
+
+    def _fetch(self, url: str, param: str) -> Image.Image:
+        try:
+            return image_from_url(
+                url, max_bytes=self._settings.max_body_bytes, max_pixels=self._settings.max_image_pixels
+            )
+        except MediaError as error:
+            raise APIError(400, f"{param}: {error}", param=param, code="invalid_image") from error
+
+    def _layout(self, messages: Sequence[PromptMessage]) -> PreparedPrompt:
+        try:
+            return _pack(build_chat_prompt(messages, self._tokenizer, self._config))
+        except PromptError as error:
+            raise APIError(400, str(error), param="messages", code="invalid_value") from error
+
+
+def _role(message: Message) -> Literal["system", "user", "assistant"]:
+    if isinstance(message, SystemMessage):
+        return "system"
+    return "assistant" if isinstance(message, AssistantMessage) else "user"
+
+
+def _pack(prompt: Prompt) -> PreparedPrompt:
+    """A prompt in the form that crosses to the engine process."""
+    images = [
+        ImageInput(
+            start=span.start,
+            columns=span.image.columns,
+            rows=span.image.rows,
+            tiles=span.image.tiles.tobytes(),
+            digest=span.image.digest,
+        )
+        for span in prompt.images
+    ]
+    return PreparedPrompt(prompt.token_ids, images, tuple(span.image.num_slots for span in prompt.images))
+
+
+def answer_room(prompt: PreparedPrompt, limit: int, *, wanted: int | None, least: int, param: str) -> int:
+    """How many tokens the answer may have: what the client wants, by default all that fits into the context.
+
+    Raises APIError (400) when the prompt leaves no room, or less than the client asked for.
+    """
+    room = limit - len(prompt.token_ids)
+    if room < 1:
+        message = f"The prompt has {prompt.describes}; this model's context is {limit} tokens, answer included."
+        raise APIError(400, message, param=param, code="context_length_exceeded")
+    needed = least if wanted is None else wanted
+    if needed > room:
+        name = "min_tokens" if wanted is None else "max_tokens"
+        message = (
+            f"{name} is {needed}, but the prompt leaves room for {room}: it has {prompt.describes}, "
+            f"and this model's context is {limit} tokens, answer included."
+        )
+        raise APIError(400, message, param=name, code="context_length_exceeded")
+    return room if wanted is None else wanted

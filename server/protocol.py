@@ -1,0 +1,438 @@
+"""The OpenAI API as pydantic models, and nothing else.
+
+Every field is honoured, documented as ignored, or refused by name: an unknown one is an error. Values keep their JSON
+type (no "1" for 1), and null means "not given". What depends on the model (vocabulary, context) is checked later.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_LOGPROBS = 20
+INT64_MAX = 2**63 - 1
+
+
+def _refused(reason: str, *harmless: Any) -> BeforeValidator:
+    """A field that this server does not serve: null and the `harmless` values pass, anything else is a 400."""
+
+    def check(value: Any) -> None:
+        if value is not None and not any(type(value) is type(item) and value == item for item in harmless):
+            raise PydanticCustomError("refused", "{reason}", {"reason": reason})
+
+    return BeforeValidator(check, json_schema_input_type=Any)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text_or_parts(value: Any) -> Any:
+    """A plain string is one text part; null, which only an assistant's message may have, is none."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _url_or_object(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+def _known(key: str, *known: str) -> BeforeValidator:
+    """Name the known values of the key that tells a union's members apart when it has another."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("not_an_object", "must be an object with {key}", {"key": repr(key)})
+        if value.get(key) not in known:
+            context = {"key": key, "value": repr(value.get(key))[:80], "known": ", ".join(known)}
+            raise PydanticCustomError("unknown_kind", "unsupported {key} {value}; supported: {known}", context)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _contradiction(param: str, message: str) -> PydanticCustomError:
+    """Two fields that cannot go together; `param` is the one to blame."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
+
+
+class RequestModel(BaseModel):
+    """Base of everything that clients send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+# Messages
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class ImageURL(RequestModel):
+    """A picture as a data URL. `detail` is accepted and ignored: tiling follows the picture's size alone."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(RequestModel):
+    type: Literal["image_url"]
+    image_url: Annotated[ImageURL, BeforeValidator(_url_or_object)]
+
+
+TextParts = Annotated[
+    list[Annotated[TextPart, _known("type", "text")]],
+    Field(fail_fast=True),
+    BeforeValidator(_text_or_parts, json_schema_input_type=str | list[TextPart]),
+]
+UserPart = Annotated[TextPart | ImagePart, Field(discriminator="type"), _known("type", "text", "image_url")]
+UserParts = Annotated[
+    list[UserPart],
+    Field(fail_fast=True),
+    BeforeValidator(_text_or_parts, json_schema_input_type=str | list[TextPart | ImagePart]),
+]
+_NO_TOOLS = "tool calling is not supported by this server"
+
+
+class SystemMessage(RequestModel):
+    role: Literal["system", "developer"]
+    content: TextParts
+    name: str | None = None  # ignored: the template has no place for it
+
+
+class UserMessage(RequestModel):
+    role: Literal["user"]
+    content: UserParts
+    name: str | None = None  # ignored
+
+
+class AssistantMessage(RequestModel):
+    """An earlier answer, as the API returned it; as the last message, the beginning of the answer to continue."""
+
+    role: Literal["assistant"]
+    content: TextParts = []
+    name: str | None = None  # ignored
+    refusal: Annotated[Any, _refused("refusals are not supported in messages")] = None
+    audio: Annotated[Any, _refused("audio is not supported by this server")] = None
+    annotations: Annotated[Any, _refused("annotations are not supported in messages", [])] = None
+    tool_calls: Annotated[Any, _refused(_NO_TOOLS, [])] = None
+    function_call: Annotated[Any, _refused(_NO_TOOLS)] = None
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage,
+    Field(discriminator="role"),
+    _known("role", "system", "developer", "user", "assistant"),
+]
+
+
+# Requests
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, _refused("obfuscation is not supported by this server", False)] = None
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text"]
+
+
+class GenerationRequest(RequestModel):
+    """What chat and text completion share."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=4),
+        BeforeValidator(_one_or_many, json_schema_input_type=str | list[str]),
+    ] = []
+    stop_token_ids: list[int] = Field([], max_length=256)
+    seed: int | None = Field(None, ge=-INT64_MAX - 1, le=INT64_MAX)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)  # 0 and -1: off
+    min_p: float = Field(0.0, ge=0, le=1)
+    # The model API's bounds: beyond them a scaled logit leaves the range of float32.
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=4096
+    )
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool = False
+
+    # Accepted and ignored: they change nothing in an answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[Any, _refused("completions are never stored", False)] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise _contradiction("stream_options", "stream_options is only allowed with stream: true")
+        return self
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatOptions(GenerationRequest):
+    """A chat request but for its messages."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)  # wins over max_tokens, the older name
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+
+    tools: Annotated[Any, _refused(_NO_TOOLS, [])] = None
+    tool_choice: Annotated[Any, _refused(_NO_TOOLS, "none")] = None
+    parallel_tool_calls: Annotated[Any, _refused(_NO_TOOLS)] = None
+    functions: Annotated[Any, _refused(_NO_TOOLS, [])] = None
+    function_call: Annotated[Any, _refused(_NO_TOOLS, "none")] = None
+    modalities: Annotated[Any, _refused("only text answers are supported", ["text"])] = None
+    audio: Annotated[Any, _refused("audio is not supported by this server")] = None
+    prediction: Annotated[Any, _refused("predicted outputs are not supported by this server")] = None
+    reasoning_effort: Annotated[Any, _refused("this is not a reasoning model")] = None
+    verbosity: Annotated[Any, _refused("verbosity is not supported by this model")] = None
+    web_search_options: Annotated[Any, _refused("web search is not supported by this server")] = None
+
+    @property
+    def answer_limit(self) -> int | None:
+        """The most tokens that the client wants, or None."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> ChatOptions:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _contradiction("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        _check_min_tokens(self.min_tokens, self.answer_limit)
+        return self
+
+
+class ChatRequest(ChatOptions):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
+
+class TokenizeRequest(ChatOptions):
+    """POST /tokenize: the body of a chat completion, or a text prompt as /v1/completions would run it."""
+
+    model: str | None = None  # type: ignore[assignment]
+    messages: Messages | None = None
+    prompt: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise _contradiction("messages", "give either messages or prompt")
+        return self
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """The four forms of a prompt become one: a list of texts, or of lists of token ids."""
+    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and _are_ids(value)) else value
+    if isinstance(prompts, list) and 1 <= len(prompts) <= MAX_PROMPTS:
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+        if all(isinstance(prompt, list) and _are_ids(prompt) for prompt in prompts):
+            return prompts
+    message = "must be a text, a list of token ids, or a list of 1 to {most} of either; none may be an empty list"
+    raise PydanticCustomError("prompt_form", message, {"most": MAX_PROMPTS})
+
+
+def _are_ids(items: list[Any]) -> bool:
+    """Whether these are token ids, and at least one. (A JSON true is no number here.)"""
+    return bool(items) and all(type(item) is int and item >= 0 for item in items)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions: text, or token ids that run as they are. Several prompts make n choices each."""
+
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int = Field(16, ge=1)  # the API's own default
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    suffix: Annotated[Any, _refused("inserting text before a suffix is not supported by this model")] = None
+    best_of: Annotated[Any, _refused("only best_of 1 is supported", 1)] = None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise _contradiction("echo", "echo with logprobs is not supported: prompts have no logprobs")
+        _check_min_tokens(self.min_tokens, self.max_tokens)
+        return self
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _contradiction("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+
+
+# Responses. Fields that only appear when they were asked for, or have something to say, are left out when None.
+
+
+def _absent(value: Any) -> bool:
+    return value is None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vl2"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+
+
+class ChunkDelta(BaseModel):
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=_absent)
+    content: str | None = Field(default=None, exclude_if=_absent)
+
+
+class ChunkChoice(BaseModel):
+    index: int
+    delta: ChunkDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+
+
+class ChatChunkWithUsage(ChatChunk):
+    """A chunk of a stream with include_usage: null in all but the last, which has no choices."""
+
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
+
+
+class CompletionChunk(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+
+
+class Completion(CompletionChunk):
+    """A whole text completion, or a chunk of a stream with include_usage."""
+
+    usage: Usage | None = None
+
+
+class Tokens(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Caption(BaseModel):
+    caption: str
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"

@@ -1,0 +1,1 @@
+"""One file a route: validate, prepare, generate, format."""

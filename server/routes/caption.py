@@ -1,0 +1,80 @@
+"""POST /v1/caption: a picture from a shell, `curl -F image=@cat.jpg http://localhost:8000/v1/caption`."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from server.engine.request import EngineRequest, SamplingParams
+from server.errors import APIError, ClientGone
+from server.generation import Job, collect
+from server.prepare import answer_room
+from server.protocol import Caption
+from server.service import service_of
+from server.streaming import AnswerDecoder, until_disconnect, visible_tokens
+
+router = APIRouter()
+
+DEFAULT_PROMPT = "Describe this image."
+FIELDS = ("image", "prompt", "max_tokens")
+_EXAMPLE = "Send it as in: curl -F image=@picture.jpg URL"
+
+
+@router.post("/v1/caption")
+async def caption(request: Request) -> Caption:
+    """Fields: `image` (a file), and if wanted `prompt` and `max_tokens`. The answer is greedy."""
+    service = service_of(request)
+    service.check_alive()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "multipart/form-data":
+        message = f"The body must be a multipart/form-data form with the file field 'image'. {_EXAMPLE}"
+        raise APIError(415, message, code="unsupported_media_type")
+    try:
+        form = await request.form(max_files=1, max_fields=len(FIELDS))
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    except HTTPException as error:
+        raise APIError(400, f"The multipart form cannot be read: {error.detail}", code="invalid_form") from error
+    try:
+        picture, prompt_text, wanted = await _read(form)
+    finally:
+        await form.close()
+    prompt = await until_disconnect(request, service.preparer.question(picture, prompt_text))
+    max_tokens = answer_room(prompt, service.max_model_len, wanted=wanted, least=0, param="prompt")
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    identity = f"caption-{uuid.uuid4().hex}"
+    engine_request = EngineRequest(
+        request_id=identity, token_ids=prompt.token_ids, images=prompt.images, sampling=sampling
+    )
+    decoder = AnswerDecoder(service.tokenizer, shows=visible_tokens(service.tokenizer, prompt.token_ids, None))
+    [answer] = await until_disconnect(request, collect(service.engine, [Job(engine_request, decoder)]))
+    return Caption(caption=answer.text)
+
+
+async def _read(form: FormData) -> tuple[bytes, str, int | None]:
+    """The picture, the prompt and the limit on tokens. Raises APIError (400) that names the field at fault."""
+    for name in form:
+        if name not in FIELDS:
+            message = f"Unknown form field {name[:80]!r}; known are {', '.join(FIELDS)}."
+            raise APIError(400, message, param=name[:80], code="unknown_parameter")
+    image = form.get("image")
+    if image is None:
+        message = f"The form has no field 'image'. {_EXAMPLE}"
+        raise APIError(400, message, param="image", code="missing_parameter")
+    if not isinstance(image, UploadFile):
+        message = f"The form field 'image' must be a file, not text. {_EXAMPLE}"
+        raise APIError(400, message, param="image", code="invalid_value")
+    prompt, limit = form.get("prompt", DEFAULT_PROMPT), form.get("max_tokens")
+    if not isinstance(prompt, str):
+        raise APIError(400, "The form field 'prompt' must be text.", param="prompt", code="invalid_value")
+    wanted = None
+    if limit is not None:
+        if not (isinstance(limit, str) and limit.isascii() and limit.isdigit() and 0 < len(limit) < 10 and int(limit)):
+            message = "The form field 'max_tokens' must be a whole number of at least 1."
+            raise APIError(400, message, param="max_tokens", code="invalid_value")
+        wanted = int(limit)
+    return await image.read(), prompt, wanted

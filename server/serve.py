@@ -1,0 +1,161 @@
+"""Run the application under uvicorn: `vl2 serve` in the foreground, or in a thread for the other commands and tests."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shlex
+import socket
+import sys
+import threading
+import types
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
+
+from server.app import create_app
+from server.service import StartupError
+from server.settings import ConfigurationError, Settings
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# How long open answers may take to end once the server is told to stop.
+SHUTDOWN_S = 10
+
+
+def configure_logging(level: str) -> None:
+    """Log to standard error. Prompts, pictures and keys are never logged, at any level."""
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    # Their lines at "info" repeat what our own say.
+    for name in ("uvicorn", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until a signal ends it. Raises ConfigurationError when the address can't be had, StartupError later."""
+    configure_logging(settings.log_level)
+    listener = bind(settings.host, settings.port)
+    app = create_app(settings)
+    server = _Server(app, banner=banner(settings, listener))
+    try:
+        server.run(sockets=[listener])
+    except SystemExit as error:  # uvicorn's way to say that the application did not start
+        raise StartupError(app.state.failure or "the server did not start; see its log") from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, before the model takes its time to load. Raises ConfigurationError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigurationError(f"--host: {host!r} is not an address of this machine: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"--port: {port} on {host} is in use by another program; choose another"
+            raise ConfigurationError(message) from error
+        raise ConfigurationError(f"--host, --port: cannot listen on {host} port {port}: {error}") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine finds a bound socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(settings: Settings, listener: socket.socket) -> str:
+    """What is printed once requests are answered: the URL, and a command to paste."""
+    url = url_of(listener)
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    return f"{settings.model_name} is ready at {url}\n    curl -F image=@{_example()}{key} {url}/v1/caption"
+
+
+def _example() -> str:
+    """A picture that is there when the server runs from its checkout, as it can be typed here."""
+    folder = Path(__file__).resolve().parent.parent / "tests" / "data"
+    pictures = sorted(folder.glob("*.png"))
+    if not pictures:
+        return "picture.jpg"
+    here = Path.cwd()
+    picture = pictures[0].relative_to(here) if pictures[0].is_relative_to(here) else pictures[0]
+    return shlex.quote(str(picture))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with a banner, plain start-up errors, and a start that a signal can end."""
+
+    def __init__(self, app: FastAPI, banner: str | None = None) -> None:
+        config = uvicorn.Config(
+            _PlainStartup(app),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        super().__init__(config)
+        self._banner = banner
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._banner is not None:
+            print(self._banner, flush=True)
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        if not self.started:  # the model still loads: nothing is open that could be ended in peace
+            raise KeyboardInterrupt
+        super().handle_exit(sig, frame)
+
+
+class _PlainStartup:
+    """Log why the application did not start as one line, where the reason is known; Starlette sends a stack trace."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and self.app.state.failure is not None:
+                message = {"type": "lifespan.startup.failed", "message": ""}
+            await send(message)
+
+        await self.app(scope, receive, send_plain if scope["type"] == "lifespan" else send)
+
+
+class BackgroundServer:
+    """The same server in a thread, on a free port of the loopback address. A context manager.
+
+    Raises StartupError on entry when the application does not start.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.app = create_app(settings)
+        self._listener = bind("127.0.0.1", 0)
+        self.url = url_of(self._listener)
+        self._server = _Server(self.app)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vl2-server", daemon=True)
+
+    def __enter__(self) -> BackgroundServer:
+        self._thread.start()
+        while not self._server.started:
+            if self._ended.wait(0.05):
+                raise StartupError(self.app.state.failure or "the server did not start; see its log")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            self._ended.set()

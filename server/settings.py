@@ -1,0 +1,176 @@
+"""One typed Settings: command line flags = VL2_* environment variables = YAML keys.
+
+Precedence: flags, then the environment, then the YAML file named by `config`, then the defaults below.
+The command line (`server/cli.py`) makes one flag of each field, so a field added here is a flag, a variable and a key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "model" / "demo" / "checkpoint"
+DEFAULT_MODEL_NAME = "vl2-demo"
+
+
+class ConfigurationError(ValueError):
+    """A setting is unknown or has a value that cannot be used; the message names it."""
+
+
+class Settings(BaseSettings):
+    """Everything that a person can set. The descriptions are the help texts of the flags."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="VL2_", extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True
+    )
+
+    model: str | None = Field(
+        None, min_length=1, description="Checkpoint folder or Hugging Face hub id; the embedded demo when left out."
+    )
+    config: Path | None = Field(None, description="YAML file with any of these settings as its keys.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name that clients give as `model`; by default the hub id or folder name."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs; auto: a GPU if any.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Number format of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the weights; dummy makes seeded random ones from config.json alone."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt plus answer in tokens; by default what the model was made for."
+    )
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
+    kv_cache_tokens: int | None = Field(
+        None, ge=64, description="Size of the KV cache in tokens; by default from --gpu-memory-utilization."
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of the GPU's memory for weights, activations and KV cache together."
+    )
+    prefill_chunk_tokens: int = Field(2048, ge=1, description="Most prompt tokens computed in one step.")
+    vision_tile_budget: int = Field(16, ge=1, description="Most image tiles encoded in one step.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seed of dummy weights; a request without a seed of its own draws one."
+    )
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="Key that clients must send as a bearer token; may be given several times. None: open."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest request body in bytes.")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest image in pixels (width times height).")
+    max_images: int = Field(16, ge=0, description="Most images in one request.")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _several_keys(cls, value: Any) -> Any:
+        """One string may hold several keys, parted by commas: the only way to give several in one variable."""
+        if isinstance(value, str):
+            return tuple(key.strip() for key in value.split(","))
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _no_empty_key(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if any(not key.get_secret_value() for key in value):
+            raise ValueError("an API key is empty")
+        return value
+
+    @property
+    def model_source(self) -> str:
+        """Folder or hub id of the checkpoint to serve."""
+        return self.model if self.model is not None else str(DEFAULT_MODEL)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients give as `model`."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        if self.model is None:
+            return DEFAULT_MODEL_NAME
+        folder = Path(self.model)
+        return folder.resolve().name if folder.is_dir() else self.model
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        path = init_settings().get("config") or env_settings().get("config")
+        if path is not None:
+            sources.append(InitSettingsSource(settings_cls, init_kwargs=_read_yaml(Path(path), settings_cls)))
+        return tuple(sources)
+
+
+def load_settings(flags: dict[str, Any]) -> Settings:
+    """Settings from flags (those that were given), the environment and the YAML file.
+
+    Raises ConfigurationError whose message names each setting at fault and where it can be set.
+    """
+    try:
+        return Settings(**flags)
+    except ValidationError as error:
+        lines = [_describe(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)]
+        raise ConfigurationError("\n".join(lines)) from error
+    except SettingsError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    """The device that `auto` means on this machine."""
+    if device != "auto":
+        return device
+    import torch  # seconds to import, and only this question needs it
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def flag_name(field: str) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + field.replace("_", "-")
+
+
+def _describe(location: tuple[int | str, ...], message: str) -> str:
+    field = str(location[0])
+    return f"{flag_name(field)} (VL2_{field.upper()}, YAML key {field}): {message}"
+
+
+def _read_yaml(path: Path, settings_cls: type[BaseSettings]) -> dict[str, Any]:
+    """The settings in a YAML file. Raises ConfigurationError on a file or key that cannot be used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config: cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--config: {path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--config: {path} must hold `setting: value` lines")
+    known = [field for field in settings_cls.model_fields if field != "config"]
+    for key in content:
+        if key not in known:
+            close = difflib.get_close_matches(str(key).replace("-", "_"), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known are: {', '.join(known)}"
+            raise ConfigurationError(f"--config: {path} has an unknown key {str(key)!r}{hint}")
+    return {str(key): value for key, value in content.items() if value is not None}

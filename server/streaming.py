@@ -1,0 +1,257 @@
+"""Token events become text: UTF-8 that is never split, stop strings that never leak, and server-sent events.
+
+One decoder serves streamed and whole answers, so the joined deltas of a stream are the text of the whole answer.
+
+Which tokens become text:
+
+* The end-of-sentence token never does, nor does the stop token that ended the answer.
+* `skip_special_tokens: false` shows every other special token, `true` shows none.
+* Left out, it hides control tokens but shows the grounding markers when the prompt has one: who asks for a box with
+  `<|ref|>` or `<|grounding|>` gets the box's marks, and a plain question gets plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from model.tokenizer import Tokenizer
+from server.engine.request import TokenEvent, TokenLogprobs
+from server.errors import APIError, ClientGone, internal_error
+
+logger = logging.getLogger(__name__)
+
+FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token that became text, with its log probabilities; `offset` is where its text begins, in characters."""
+
+    token_id: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+@dataclass
+class Delta:
+    """What one event added to an answer. `token_ids` has every sampled token, those without text included."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class StopMatcher:
+    """Passes text through up to the first stop string, holding back an end that may turn out to begin one.
+
+    The match that *ends* first wins (of several that end together, the one that begins first), so that the result does
+    not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """The text that is now certain. After a match (`matched`) nothing more comes out."""
+        if self.matched:
+            return ""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.matched = True
+            certain, self._held = self._held[: min(found)[1]], ""
+            return certain
+        keep = self._undecided()
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def flush(self) -> str:
+        """The text that was held back, once no more can come."""
+        certain, self._held = self._held, ""
+        return certain
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+class AnswerDecoder:
+    """The text of one answer, from its token events.
+
+    Args:
+        shows: whether a token's text belongs in the answer.
+        stop: stop strings; none is looked for before `min_tokens` tokens.
+        stop_token_ids: tokens that end the answer without being part of it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        shows: Callable[[int], bool],
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shows = shows
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matcher = StopMatcher(stop)
+        self._num_tokens = 0
+        self._decoded = 0  # characters that came out of the UTF-8 decoder
+        self._released = 0  # characters that were handed on
+        self._pending: list[ScoredToken] = []  # tokens whose text is not handed on yet
+
+    def feed(self, event: TokenEvent) -> Delta:
+        """What the event adds. After a delta with a finish_reason nothing may be fed."""
+        delta = Delta()
+        last = len(event.token_ids) - 1
+        for place, token in enumerate(event.token_ids):
+            ends = place == last and event.finish_reason == "stop" and token in self._stop_token_ids
+            logprobs = event.logprobs[place] if event.logprobs is not None else None
+            self._add_token(delta, token, logprobs, hidden=ends)
+            if self._matcher.matched:
+                delta.finish_reason = "stop"
+                return delta
+        if event.finish_reason in ("stop", "length"):
+            self._add_text(delta, self._utf8.decode(b"", final=True))
+            if self._matcher.matched:
+                delta.finish_reason = "stop"
+                return delta
+            self._release(delta, self._matcher.flush())
+            delta.scored += self._pending
+            delta.finish_reason = "stop" if event.finish_reason == "stop" else "length"
+        return delta
+
+    def _add_token(self, delta: Delta, token: int, logprobs: TokenLogprobs | None, *, hidden: bool) -> None:
+        delta.token_ids.append(token)
+        self._num_tokens += 1
+        text = self._tokenizer.token_bytes(token) if not hidden and self._shows(token) else b""
+        if text and logprobs is not None:
+            self._pending.append(ScoredToken(token, self._decoded, logprobs))
+        self._add_text(delta, self._utf8.decode(text))
+
+    def _add_text(self, delta: Delta, text: str) -> None:
+        self._decoded += len(text)
+        if self._num_tokens < self._min_tokens:
+            self._release(delta, text)
+        else:
+            self._release(delta, self._matcher.push(text))
+
+    def _release(self, delta: Delta, text: str) -> None:
+        """Hand on text, and with it the tokens that begin in it. Tokens that begin in a stop string never are."""
+        delta.text += text
+        self._released += len(text)
+        while self._pending and self._pending[0].offset < self._released:
+            delta.scored.append(self._pending.pop(0))
+
+
+def visible_tokens(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool | None
+) -> Callable[[int], bool]:
+    """The rule at the top of this file, for one prompt."""
+    markers = frozenset(tokenizer.grounding_token_ids.values())
+    if skip_special_tokens is None and not markers.isdisjoint(prompt_token_ids):
+        return lambda token: token in markers or not tokenizer.is_special(token)
+    if skip_special_tokens is False:
+        return lambda token: token != tokenizer.eos_token_id
+    return lambda token: not tokenizer.is_special(token)
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled and waited for when the client closes the connection.
+
+    The request's body must have been read: what `receive` brings after it is the disconnect alone.
+    Raises ClientGone after a disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have cleaned up; their results and failures are nobody's business any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, one write each, then `[DONE]`. A failure becomes an error event that ends the stream.
+
+    `close` is called when the stream is over, however it ends: a client that leaves is noticed at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, payloads: AsyncGenerator[str, None], close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._payloads = payloads
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            await _cancel(writing, gone)
+            await self._close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for payload in self._events():
+            body = f"data: {payload}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        try:
+            async for payload in self._payloads:
+                yield payload
+            yield "[DONE]"
+        except APIError as error:
+            yield json.dumps(error.body())
+        except Exception:
+            logger.exception("a stream failed")
+            yield json.dumps(internal_error().body())
+
+
+def json_response(model: BaseModel) -> Response:
+    """A whole answer as JSON."""
+    return Response(model.model_dump_json(), media_type="application/json")
