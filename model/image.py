@@ -131,7 +131,8 @@ def _fit(image: Image.Image, size: Size) -> Image.Image:
     """Resizes to fit inside ``size``, aspect kept, centred on the pad colour.
 
     The same numbers as Pillow's ``ImageOps.pad``, which some releases let fail on a side that rounds to zero pixels
-    (thinner than about 768:1 for one tile). Nothing of such a picture is left to see: it is all padding.
+    (thinner than about 768:1 for one tile). Nothing of such a picture is left to see: it is all padding. Pillow 13
+    resizes tall pictures in another order of passes than releases before: values differ by up to 2 of 255 between them.
     """
     width, height = size
     aspect, target_aspect = image.width / image.height, width / height

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,8 @@ def test_tiles_are_the_references(golden: dict[str, Any], tiled: bool) -> None:
     if sha256(image.tobytes()) != golden["rgb_sha256"]:
         assert not golden["file"].endswith(".png")
         pytest.skip("this Pillow decodes the file to other pixels than the one that made the goldens")
+    if image.height > image.width and int(PIL.__version__.split(".")[0]) < 13:
+        pytest.skip("before Pillow 13 the horizontal pass of a resize came first always: up to 2 levels of difference")
     expected = golden["tiled" if tiled else "untiled"]
     result = tile_image(image, CANDIDATES, tiled=tiled)
     assert [result.columns, result.rows] == expected["tiles_wh"]
