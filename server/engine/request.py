@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature < GREEDY_TEMPERATURE
 
     def check(self, vocab_size: int) -> None:
-        """Raise RequestRejected on a value that the sampler can't take. The API checks too, but the engine must live."""
+        """Raise RequestRejected on a value the sampler can't take. The API checks too, but the engine must live."""
         numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
         if not all(map(math.isfinite, (*numbers, self.presence_penalty, self.frequency_penalty))):
             raise RequestRejected("sampling parameters must be finite numbers")

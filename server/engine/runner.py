@@ -35,7 +35,7 @@ class StepOutput:
 
 @dataclass
 class ImageFeatures:
-    """One image of one request, from its first encoded tile to its last slot computed."""
+    """One image of one request, from its first encoded tile to the step after its last slot was computed."""
 
     tiles: Tensor  # [num_tiles, 196, hidden], filled as tiles are encoded
     slots: Tensor | None = None  # [slots, hidden] in the prompt's order, once all tiles are there
@@ -88,13 +88,13 @@ class Runner:
         """Run one step. Nothing here waits for the device."""
         for request in plan.preempted:
             self.forget(request.request_id)
+        self._drop_used_features(plan.chunks)
         if plan.encodes:
             self._encode(plan.encodes)
         if not plan.chunks:
             logits = torch.empty(0, self.info.vocab_size, device=self.device)
         else:
             logits = self.model(self._batch(plan), self.kv_cache)
-        self._drop_used_features(plan.chunks)
         return StepOutput(self.sampler.sample(logits, plan.sampled), logits)
 
     def forget(self, request_id: str) -> None:
@@ -149,11 +149,13 @@ class Runner:
         return slots
 
     def _drop_used_features(self, chunks: list[Chunk]) -> None:
+        """Drop images that earlier steps are through with (not this one: it may have to be repeated)."""
         for chunk in chunks:
-            images = self._features.get(chunk.request.request_id, {})
-            for image in chunk.request.images:
-                if image.end <= chunk.end:
-                    images.pop(image.start, None)
+            images = self._features.get(chunk.request.request_id)
+            if images:
+                for image in chunk.request.images:
+                    if image.end <= chunk.start:
+                        images.pop(image.start, None)
 
     def _choose_num_pages(self, max_model_len: int) -> int:
         """Pages of the pool: as configured; or what CUDA memory leaves; or on the CPU, whose memory is shared with

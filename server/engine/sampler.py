@@ -79,21 +79,31 @@ class TokenHistory:
         self.in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
         self._row_of: dict[str, int] = {}
+        self._length_of: dict[str, int] = {}  # tokens its row stands for
         self._free = list(range(max_num_seqs))
 
     def rows(self, requests: list[Request]) -> Tensor:
-        """int64 [R]: each request's row; filled from its tokens when it is new here."""
+        """int64 [R]: each request's row, brought in line with its tokens if it is new or a step is repeated."""
         for request in requests:
-            if request.request_id not in self._row_of:
-                row = self._row_of[request.request_id] = self._free.pop()
-                self._fill(row, request)
-        numbers = [self._row_of[request.request_id] for request in requests]
-        return torch.tensor(numbers, device=self.counts.device)
+            name = request.request_id
+            if name not in self._row_of:
+                self._row_of[name] = self._free.pop()
+            if self._length_of.get(name) != request.num_tokens:
+                self._fill(self._row_of[name], request)
+                self._length_of[name] = request.num_tokens
+        return torch.tensor([self._row_of[request.request_id] for request in requests], device=self.counts.device)
+
+    def append(self, requests: list[Request], rows: Tensor, tokens: Tensor) -> None:
+        """Count a token for each; it stays on the device, so that the next step need not wait for the host."""
+        self.counts[rows, tokens] += 1
+        for request in requests:
+            self._length_of[request.request_id] += 1
 
     def forget(self, request_id: str) -> None:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            del self._length_of[request_id]
 
     def _fill(self, row: int, request: Request) -> None:
         tokens = torch.tensor(request.token_ids, device=self.counts.device)
@@ -124,8 +134,7 @@ class Sampler:
         if drawn:
             tokens[drawn] = self._draw(adjusted[drawn], [requests[row] for row in drawn])
         if history is not None:
-            # The count stays on the device: the next step's penalties need not wait for the host.
-            self.history.counts[history, tokens[penalised]] += 1
+            self.history.append([requests[row] for row in penalised], history, tokens[penalised])
         return Sampled(requests, tokens, best.values.isfinite(), self._logprobs(logits, tokens, requests))
 
     def _penalise(self, logits: Tensor, rows: list[int], requests: list[Request]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The scheduler against a device that remembers what was written where: nothing lost, double-booked, leaked or stuck."""
+"""The scheduler against a device that remembers what lies where: nothing lost, double-booked, leaked or stuck."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
