@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import logging
 import shlex
 import socket
-import sys
 import threading
 import types
 from pathlib import Path
@@ -16,20 +14,11 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from server.app import create_app
-from server.service import StartupError
-from server.settings import ConfigurationError, Settings
+from server.errors import StartupError
+from server.settings import ConfigurationError, Settings, configure_logging
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # How long open answers may take to end once the server is told to stop.
 SHUTDOWN_S = 10
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error. Prompts, pictures and keys are never logged, at any level."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    # Their lines at "info" repeat what our own say.
-    for name in ("uvicorn", "httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def serve(settings: Settings) -> None:
