@@ -63,7 +63,7 @@ class Fonts:
         if missing:
             raise FontError(f"no {', '.join(missing)} under {self.folder}")
         self._paths = {name: found[name] for name in (*TEXT_FACES, EMOJI_FACE)}
-        self.text = lru_cache(maxsize=2048)(self._text)
+        self.text = lru_cache(maxsize=256)(self._text)
         self.pictogram = lru_cache(maxsize=None)(self._pictogram)
 
     def _text(self, face: str, size: int) -> ImageFont.FreeTypeFont:
