@@ -182,7 +182,7 @@ def test_forms_of_content() -> None:
 
 
 def test_an_answer_of_the_api_can_be_sent_back() -> None:
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "a",
         "refusal": None,
