@@ -133,7 +133,8 @@ async def read_json(request: Request, model: type[Body]) -> Body:
         message = f"The body must be JSON, sent with `Content-Type: application/json`, not {media_type[:80]!r}."
         raise APIError(415, message, code="unsupported_media_type")
     try:
-        return model.model_validate_json(await request.body())
+        # `request.body()` would keep the bytes for as long as the answer takes.
+        return model.model_validate_json(b"".join([chunk async for chunk in request.stream()]))
     except ClientDisconnect as error:
         raise ClientGone from error
     except ValidationError as error:

@@ -18,11 +18,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from server.cli import app
+from server.serve import BackgroundServer
+from server.settings import Settings
 from tests.conftest import API_KEY, MODEL, chat_body, colour, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,20 @@ def test_a_dead_engine_shows(tmp_path: Path) -> None:
         assert client.post("/v1/chat/completions", json=chat_body("x")).status_code == 503
         served.process.send_signal(signal.SIGTERM)
         served.process.wait(timeout=60)
+
+
+def test_an_answer_that_outlasts_the_shutdown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.serve.SHUTDOWN_S", 0.2)
+    body = chat_body("x", max_tokens=3000, ignore_eos=True, stream=True)
+    with (
+        BackgroundServer(Settings(device="cpu", dtype="float32")) as server,
+        httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.stop()
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
 
 
 def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
