@@ -183,9 +183,9 @@ class Scheduler:
             if tokens > 0 and not request.decodes:
                 tokens, tiles = self._plan_prefill(plan, request, tokens, tiles)
         coming = {key for request in self.running for key in self._coming_keys(request)}
-        while tokens > 0 and (request := self._admit(coming)) is not None:
-            coming.update(self._coming_keys(request))
-            tokens, tiles = self._plan_prefill(plan, request, tokens, tiles)
+        while tokens > 0 and (admitted := self._admit(coming)) is not None:
+            coming.update(self._coming_keys(admitted))
+            tokens, tiles = self._plan_prefill(plan, admitted, tokens, tiles)
         plan.dropped_pictures = self.pictures.take_dropped()
         return plan
 
