@@ -39,7 +39,8 @@ def test_mla_decode_equals_a_plain_softmax_for_any_lengths() -> None:
     sequences = [torch.randn(n, rank + rope) for n in LENGTHS]
     query = torch.randn(len(LENGTHS), heads, rank + rope)
     kv_cache, table = scatter(sequences, rank + rope)
-    out = mla_decode(query, kv_cache, table, torch.tensor(LENGTHS, dtype=torch.int32), rank=rank, scale=scale)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    out = mla_decode(query[..., :rank], query[..., rank:], kv_cache, table, lengths, scale=scale)
     expected = torch.stack(
         [
             torch.stack([attend(q, rows, rows[:, :rank], scale) for q in qs])
