@@ -7,11 +7,9 @@ Cost: the weights read once, 2 MiB a layer at small's size; bound by bandwidth f
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -8,11 +8,9 @@ Cost: each value read and written once; bound by bandwidth.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 from kernels.norm import rms_norm_reference
 from kernels.rope_cache import apply_rope_interleaved, write_rows
 

@@ -17,11 +17,9 @@ which keeps a running maximum m, sum l and accumulator over its tokens; a second
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 
 _TOKENS = 32
 """Tokens a program looks at together: half a page, so that no block crosses pages."""
@@ -196,7 +194,9 @@ def _combine(partial, stats, out, splits, SPLITS: tl.constexpr, RANK: tl.constex
     maximum = tl.max(maxima, 0)
     weights = tl.where(totals > 0, tl.exp(maxima - maximum), 0.0)
     denominator = tl.sum(weights * totals, 0)
-    parts = tl.load(partial + (cell * splits + split)[:, None] * RANK + latent[None, :], mask=present[:, None], other=0.0)
+    parts = tl.load(
+        partial + (cell * splits + split)[:, None] * RANK + latent[None, :], mask=present[:, None], other=0.0
+    )
     summed = tl.sum(tl.where(weights[:, None] > 0, parts, 0.0) * weights[:, None], 0)
     result = tl.where(denominator > 0, summed / tl.where(denominator > 0, denominator, 1.0), 0.0)
     tl.store(out + cell * RANK + latent, result.to(out.dtype.element_ty))

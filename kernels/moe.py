@@ -18,11 +18,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 
 FEW_TOKENS = 512
 """Up to this many tokens the Triton form is used."""
@@ -136,9 +134,7 @@ def moe_experts_triton(
             num_stages=tile.stages,
         )
     out = torch.empty_like(hidden)
-    _weighted_sum[(tokens, triton.cdiv(width, 1024))](
-        outputs, weights, out, width, TOPK=topk, BLOCK=1024, num_warps=4
-    )
+    _weighted_sum[(tokens, triton.cdiv(width, 1024))](outputs, weights, out, width, TOPK=topk, BLOCK=1024, num_warps=4)
     return out
 
 

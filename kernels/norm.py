@@ -8,11 +8,9 @@ Cost: each row read once and written once (twice with the residual); bound by ba
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

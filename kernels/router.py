@@ -13,11 +13,9 @@ The Triton form takes two launches: the logits, and, a program a token, the choi
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.lang import tl, triton, use_triton
 
 
 def route(
@@ -36,7 +34,9 @@ def route(
     """Chosen experts int64 [T, topk], in no defined order, and their weights float32 [T, topk]."""
     if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc"):
         bias = correction_bias if method == "noaux_tc" else None
-        return route_triton(hidden, weight, bias, topk=topk, scoring=scoring, normalize=normalize, scaling_factor=scaling_factor)
+        return route_triton(
+            hidden, weight, bias, topk=topk, scoring=scoring, normalize=normalize, scaling_factor=scaling_factor
+        )
     logits = hidden.float() @ weight.t()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     if method == "greedy":
