@@ -232,6 +232,7 @@ class EngineClient:
         """The process has ended, for whatever reason: everyone who waits for it is told."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.sentinel)
+        process.join(1.0)  # its end of a pipe has closed; the exit code follows within a moment
         self._exited.set()
         if not self._stopping:
             logger.error("the engine process ended by itself, exit code %s", process.exitcode)

@@ -235,6 +235,14 @@ def serve(config: EngineConfig, address: str) -> int:
             logger.exception("the engine could not start")
             link.send(LoadFailed(f"{type(error).__name__}: {error}"))
             return 1
+        logger.info(
+            "ready on %s: %.2f B parameters in %s, context %d, KV cache %d tokens",
+            engine.info.device,
+            engine.info.num_parameters / 1e9,
+            engine.info.dtype,
+            engine.info.max_model_len,
+            engine.info.kv_cache_tokens,
+        )
         link.send(Ready(engine.info))
         try:
             _loop(engine, link)

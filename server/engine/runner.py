@@ -8,6 +8,7 @@ way (cache rows and features are overwritten in place), which is what lets the e
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -85,17 +86,13 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step. Nothing here waits for the device."""
+        """Run one step; the tokens are chosen when the device gets there."""
         for request in plan.preempted:
             self.forget(request.request_id)
         self._drop_used_features(plan.chunks)
         if plan.encodes:
             self._encode(plan.encodes)
-        if not plan.chunks:
-            logits = torch.empty(0, self.info.vocab_size, device=self.device)
-        else:
-            logits = self.model(self._batch(plan), self.kv_cache)
-        return StepOutput(self.sampler.sample(logits, plan.sampled), logits)
+        return self._forward(plan)
 
     def forget(self, request_id: str) -> None:
         """Drop what the device holds of a request besides its pages."""
@@ -118,6 +115,14 @@ class Runner:
         if image.start not in images:
             images[image.start] = ImageFeatures(like.new_empty(image.num_tiles, *like.shape[1:]))
         return images[image.start]
+
+    def _forward(self, plan: StepPlan) -> StepOutput:
+        sampling = self.sampler.prepare(plan.sampled)
+        if plan.chunks:
+            logits = self.model(self._batch(plan), self.kv_cache)
+        else:
+            logits = torch.empty(0, self.sampler.vocab_size, device=self.device)
+        return StepOutput(self.sampler.sample(logits, sampling), logits)
 
     def _batch(self, plan: StepPlan) -> Batch:
         image_rows: list[int] = []
@@ -160,12 +165,27 @@ class Runner:
     def _choose_num_pages(self, max_model_len: int) -> int:
         """Pages of the pool: as configured; or what CUDA memory leaves; or on the CPU, whose memory is shared with
         everyone, enough for a few requests."""
-        if self.config.kv_cache_tokens is not None:
-            return -(-self.config.kv_cache_tokens // PAGE_SIZE)
+        most = self.config.max_num_seqs * _pages_for(max_model_len)
+        configured = self.config.kv_cache_tokens
         if self.device.type == "cpu":
-            tokens = min(self.config.max_num_seqs * max_model_len, max(DEFAULT_CPU_CACHE_TOKENS, max_model_len))
-            return -(-tokens // PAGE_SIZE)
-        self._take_pages(-(-max_model_len // PAGE_SIZE))
+            default = min(_pages_for(max(DEFAULT_CPU_CACHE_TOKENS, max_model_len)), most)
+            return default if configured is None else _pages_for(configured)
+        step_bytes = self._measure_step(max_model_len)
+        if configured is not None:
+            return _pages_for(configured)
+        free, total = torch.cuda.mem_get_info(self.device)
+        budget = total * self.config.gpu_memory_utilization - (total - free) - step_bytes
+        pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
+        if pages < 1:
+            raise ValueError(
+                f"no memory left for the KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after loading, "
+                f"{step_bytes / 2**30:.1f} GiB for a step, gpu_memory_utilization {self.config.gpu_memory_utilization}"
+            )
+        return pages
+
+    def _measure_step(self, max_model_len: int) -> int:
+        """Bytes of CUDA memory that the largest step takes beside weights and cache."""
+        self._take_pages(_pages_for(max_model_len))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._rehearse(max_model_len)
@@ -173,16 +193,7 @@ class Runner:
         step_bytes = torch.cuda.max_memory_allocated(self.device) - before
         self.kv_cache = []
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        budget = total * self.config.gpu_memory_utilization - (total - free) - step_bytes
-        page_bytes = self.num_layers * PAGE_SIZE * self.row_shape[1] * self.dtype.itemsize
-        pages = min(int(budget // page_bytes), self.config.max_num_seqs * -(-max_model_len // PAGE_SIZE))
-        if pages < 1:
-            raise ValueError(
-                f"no memory left for the KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after loading, "
-                f"{step_bytes / 2**30:.1f} GiB for a step, gpu_memory_utilization {self.config.gpu_memory_utilization}"
-            )
-        return pages
+        return step_bytes
 
     def _take_pages(self, count: int) -> None:
         # Zeros, not whatever was there: a NaN in a row that attention masks out would still poison the sum.
@@ -206,12 +217,15 @@ class Runner:
         tail = [Chunk(request, max_model_len - 1, max_model_len, samples=True) for request in requests]
         prompt = Chunk(requests[0], max_model_len - tokens, max_model_len, samples=True)
         for plan in (StepPlan(decodes=tail[1:], prefills=[prompt]), StepPlan(decodes=tail[:1])):
-            logits = self.model(self._batch(plan), self.kv_cache)
-            self.sampler.sample(logits, plan.sampled)
+            self._forward(plan)
         for count in (1, self.config.vision_tile_budget):
             self.model.encode_tiles(torch.zeros(count, *TILE_SHAPE, dtype=torch.uint8, device=self.device))
         for request in requests:
             self.forget(request.request_id)
+
+
+def _pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
 
 
 def _tiles_of(encode: EncodeTiles) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

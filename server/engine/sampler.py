@@ -82,8 +82,8 @@ class TokenHistory:
         self._length_of: dict[str, int] = {}  # tokens its row stands for
         self._free = list(range(max_num_seqs))
 
-    def rows(self, requests: list[Request]) -> Tensor:
-        """int64 [R]: each request's row, brought in line with its tokens if it is new or a step is repeated."""
+    def rows(self, requests: list[Request]) -> list[int]:
+        """Each request's row, brought in line with its tokens if it is new or a step is repeated."""
         for request in requests:
             name = request.request_id
             if name not in self._row_of:
@@ -91,7 +91,7 @@ class TokenHistory:
             if self._length_of.get(name) != request.num_tokens:
                 self._fill(self._row_of[name], request)
                 self._length_of[name] = request.num_tokens
-        return torch.tensor([self._row_of[request.request_id] for request in requests], device=self.counts.device)
+        return [self._row_of[request.request_id] for request in requests]
 
     def append(self, requests: list[Request], rows: Tensor, tokens: Tensor) -> None:
         """Count a token for each; it stays on the device, so that the next step need not wait for the host."""
@@ -112,8 +112,60 @@ class TokenHistory:
         self.counts[row] = torch.bincount(generated, minlength=self.counts.shape[1])
 
 
+@dataclass(frozen=True)
+class Penalties:
+    rows: Tensor  # int64 [N], rows of the logits
+    requests: list[Request]
+    history: Tensor  # int64 [N], their rows of the history
+    repetition: Tensor  # float32 [N], as the other two
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added at (row, id); -inf bans."""
+
+    rows: Tensor  # int64 [N]
+    ids: Tensor  # int64 [N]
+    values: Tensor  # float32 [N]
+
+
+@dataclass(frozen=True)
+class Draws:
+    rows: Tensor  # int64 [N], rows of the logits
+    temperature: Tensor  # float32 [N]
+    seeds: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    cuts: Cuts | None
+
+
+@dataclass(frozen=True)
+class Cuts:
+    rows: Tensor  # int64 [M], rows of the draws
+    top_k: Tensor  # int64 [M]
+    top_p: Tensor  # float32 [M]
+    min_p: Tensor  # float32 [M]
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What the requests of a step want, on the device before the step's logits are. None where nobody wants it."""
+
+    requests: list[Request]
+    penalties: Penalties | None
+    bias: Bias | None
+    draws: Draws | None
+    logprob_rows: list[int]
+    logprob_index: Tensor  # int64 [L], the same
+    num_top: int
+
+
 class Sampler:
+    """`prepare` before the forward pass, `sample` after it: between the two the host need not wait."""
+
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_id: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.device = device
         self.history = TokenHistory(max_num_seqs, vocab_size, device)
@@ -122,78 +174,119 @@ class Sampler:
         """Drop what is kept of a request; if it comes back, its record is made anew from its tokens."""
         self.history.forget(request_id)
 
-    def sample(self, logits: Tensor, requests: list[Request]) -> Sampled:
-        """logits float32 [R, V], one row for each request; they are left as they are."""
+    def prepare(self, requests: list[Request]) -> SamplingBatch:
+        wanted = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
+        return SamplingBatch(
+            requests=requests,
+            penalties=self._prepare_penalties(requests),
+            bias=self._prepare_bias(requests),
+            draws=self._prepare_draws(requests),
+            logprob_rows=list(wanted),
+            logprob_index=self._integers(list(wanted)),
+            num_top=min(max(wanted.values(), default=0), self.vocab_size),
+        )
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """logits float32 [R, V], one row for each request of the batch; they are left as they are."""
         adjusted = logits.clone()
-        penalised = [row for row, request in enumerate(requests) if _is_penalised(request.sampling)]
-        history = self._penalise(adjusted, penalised, requests) if penalised else None
-        self._add_bias(adjusted, requests)
+        if batch.penalties is not None:
+            self._penalise(adjusted, batch.penalties)
+        if batch.bias is not None:
+            adjusted[batch.bias.rows, batch.bias.ids] += batch.bias.values
         best = adjusted.max(dim=-1)
         tokens = best.indices
-        drawn = [row for row, request in enumerate(requests) if not request.sampling.greedy]
-        if drawn:
-            tokens[drawn] = self._draw(adjusted[drawn], [requests[row] for row in drawn])
-        if history is not None:
-            self.history.append([requests[row] for row in penalised], history, tokens[penalised])
-        return Sampled(requests, tokens, best.values.isfinite(), self._logprobs(logits, tokens, requests))
+        if batch.draws is not None:
+            tokens[batch.draws.rows] = _draw(adjusted[batch.draws.rows], batch.draws)
+        if batch.penalties is not None:
+            self.history.append(batch.penalties.requests, batch.penalties.history, tokens[batch.penalties.rows])
+        logprobs = None
+        if batch.logprob_rows:
+            rows = batch.logprob_index
+            logprobs = Logprobs(batch.logprob_rows, *token_logprobs(logits[rows], tokens[rows], batch.num_top))
+        return Sampled(batch.requests, tokens, best.values.isfinite(), logprobs)
 
-    def _penalise(self, logits: Tensor, rows: list[int], requests: list[Request]) -> Tensor:
-        """Penalise those rows in place; returns their rows in the history, int64 [len(rows)]."""
-        chosen = [requests[row] for row in rows]
-        history = self.history.rows(chosen)
-        logits[rows] = penalize(
-            logits[rows],
-            self.history.in_prompt[history],
-            self.history.counts[history],
-            self._column([request.sampling.repetition_penalty for request in chosen]),
-            self._column([request.sampling.presence_penalty for request in chosen]),
-            self._column([request.sampling.frequency_penalty for request in chosen]),
+    def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        logits[penalties.rows] = penalize(
+            logits[penalties.rows],
+            self.history.in_prompt[penalties.history],
+            self.history.counts[penalties.history],
+            penalties.repetition,
+            penalties.presence,
+            penalties.frequency,
         )
-        return history
 
-    def _add_bias(self, logits: Tensor, requests: list[Request]) -> None:
+    def _prepare_penalties(self, requests: list[Request]) -> Penalties | None:
+        rows = [row for row, request in enumerate(requests) if _is_penalised(request.sampling)]
+        if not rows:
+            return None
+        chosen = [requests[row] for row in rows]
+        return Penalties(
+            rows=self._integers(rows),
+            requests=chosen,
+            history=self._integers(self.history.rows(chosen)),
+            repetition=self._floats([request.sampling.repetition_penalty for request in chosen]),
+            presence=self._floats([request.sampling.presence_penalty for request in chosen]),
+            frequency=self._floats([request.sampling.frequency_penalty for request in chosen]),
+        )
+
+    def _prepare_bias(self, requests: list[Request]) -> Bias | None:
         rows: list[int] = []
         ids: list[int] = []
         values: list[float] = []
         for row, request in enumerate(requests):
-            bias = dict(request.sampling.logit_bias)
-            bias.update(dict.fromkeys(self._banned(request), -math.inf))
+            bias = request.sampling.logit_bias | dict.fromkeys(self._banned(request), -math.inf)
             rows += [row] * len(bias)
             ids += bias.keys()
             values += bias.values()
-        if rows:
-            logits[rows, ids] += self._column(values)
+        return Bias(self._integers(rows), self._integers(ids), self._floats(values)) if rows else None
 
     def _banned(self, request: Request) -> list[int]:
         if request.num_generated >= request.sampling.min_tokens:
             return []
         return request.sampling.stop_token_ids + ([] if request.sampling.ignore_eos else [self.eos_token_id])
 
-    def _draw(self, logits: Tensor, requests: list[Request]) -> Tensor:
-        params = [request.sampling for request in requests]
-        logits = logits / self._column([p.temperature for p in params])[:, None]
-        cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-        if cut:
-            logits[cut] = truncate(
-                logits[cut],
-                torch.tensor([params[row].top_k for row in cut], device=self.device),
-                self._column([params[row].top_p for row in cut]),
-                self._column([params[row].min_p for row in cut]),
-            )
-        seeds = torch.tensor([_signed(request.seed) for request in requests], device=self.device)
-        positions = torch.tensor([request.num_tokens for request in requests], device=self.device)
-        return sample_tokens(logits, seeds, positions)
-
-    def _logprobs(self, logits: Tensor, tokens: Tensor, requests: list[Request]) -> Logprobs | None:
-        wanted = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
-        if not wanted:
+    def _prepare_draws(self, requests: list[Request]) -> Draws | None:
+        rows = [row for row, request in enumerate(requests) if not request.sampling.greedy]
+        if not rows:
             return None
-        rows = list(wanted)
-        num_top = min(max(wanted.values()), logits.shape[-1])
-        return Logprobs(rows, *token_logprobs(logits[rows], tokens[rows], num_top))
+        chosen = [requests[row] for row in rows]
+        return Draws(
+            rows=self._integers(rows),
+            temperature=self._floats([request.sampling.temperature for request in chosen]),
+            seeds=self._integers([_signed(request.seed) for request in chosen]),
+            positions=self._integers([request.num_tokens for request in chosen]),
+            cuts=self._prepare_cuts([request.sampling for request in chosen]),
+        )
 
-    def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+    def _prepare_cuts(self, params: list[SamplingParams]) -> Cuts | None:
+        rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+        if not rows:
+            return None
+        return Cuts(
+            rows=self._integers(rows),
+            top_k=self._integers([min(params[row].top_k, self.vocab_size) for row in rows]),
+            top_p=self._floats([params[row].top_p for row in rows]),
+            min_p=self._floats([params[row].min_p for row in rows]),
+        )
+
+    def _integers(self, values: list[int]) -> Tensor:
+        return self._upload(torch.tensor(values, dtype=torch.int64))
+
+    def _floats(self, values: list[float]) -> Tensor:
+        return self._upload(torch.tensor(values, dtype=torch.float32))
+
+    def _upload(self, values: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+
+def _draw(logits: Tensor, draws: Draws) -> Tensor:
+    logits = logits / draws.temperature[:, None]
+    cuts = draws.cuts
+    if cuts is not None:
+        logits[cuts.rows] = truncate(logits[cuts.rows], cuts.top_k, cuts.top_p, cuts.min_p)
+    return sample_tokens(logits, draws.seeds, draws.positions)
 
 
 def _is_penalised(params: SamplingParams) -> bool:

@@ -264,6 +264,16 @@ def test_the_context_is_no_longer_than_the_pool() -> None:
         make_engine(max_model_len=5000)
 
 
+def test_the_rehearsal_of_a_largest_step_leaves_no_trace() -> None:
+    """CUDA runs it at the start to measure memory; the same code runs here."""
+    engine = make_engine(max_num_seqs=3, vision_tile_budget=2, kv_cache_tokens=1024, prefill_chunk_tokens=128)
+    engine.runner._rehearse(512)
+    events = run_all(engine, [case_request(VARIANT, name, max_tokens=4) for name in ("image_rgba", "text_short")])
+    assert tokens_of(events["image_rgba"]) == greedy_tokens(VARIANT, "image_rgba")[:4]
+    assert tokens_of(events["text_short"]) == greedy_tokens(VARIANT, "text_short")[:4]
+    assert len(engine.runner.sampler.history._free) == 3
+
+
 def test_integrity_errors_are_counted() -> None:
     engine = make_engine()
     engine.pool.allocate(1)

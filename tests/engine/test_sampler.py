@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.sample import gumbel_noise, penalize, sample_tokens, truncate
 from server.engine.request import Request, SamplingParams
-from server.engine.sampler import MIN_LOGPROB, Sampler
+from server.engine.sampler import MIN_LOGPROB, Sampled, Sampler
 from tests.goldens_data import GOLDENS
 
 CPU = torch.device("cpu")
@@ -37,9 +37,12 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def sample(sampler: Sampler, logits: Tensor, *requests: Request) -> Sampled:
+    return sampler.sample(logits, sampler.prepare(list(requests)))
+
+
 def choose(logits: Tensor, *requests: Request) -> list[int]:
-    tokens = make_sampler().sample(logits, list(requests)).token_ids
-    return [int(token) for token in tokens]
+    return [int(token) for token in sample(make_sampler(), logits, *requests).token_ids]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -160,7 +163,7 @@ def test_counts_follow_the_tokens_and_can_be_made_anew() -> None:
         request.token_ids = request.token_ids[:2]
         sampler.forget(request.request_id)
         for _ in range(9):
-            token = int(sampler.sample(logits, [request]).token_ids[0])
+            token = int(sample(sampler, logits, request).token_ids[0])
             request.token_ids.append(token)
             tokens.append(token)
             if forget:
@@ -225,7 +228,7 @@ def test_logprobs_are_the_models_own_and_finite() -> None:
         make_request("c"),
     ]
     expected = logits.log_softmax(-1)
-    tokens = make_sampler().sample(logits, requests).collect()
+    tokens = sample(make_sampler(), logits, *requests).collect()
     first, second, third = tokens
     assert first is not None and second is not None and third is not None
     assert first.token_id == 30 and first.logprobs is not None and first.logprobs.top == []
@@ -240,7 +243,7 @@ def test_logprobs_are_the_models_own_and_finite() -> None:
 def test_minus_infinity_becomes_a_number() -> None:
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, 3] = 0.0
-    (token,) = make_sampler().sample(logits, [make_request(logprobs=3)]).collect()
+    (token,) = sample(make_sampler(), logits, make_request(logprobs=3)).collect()
     assert token is not None and token.logprobs is not None
     assert [value for _, value in token.logprobs.top] == [0.0, MIN_LOGPROB, MIN_LOGPROB]
 
@@ -250,7 +253,7 @@ def test_a_row_that_is_not_finite_gives_no_token_and_harms_no_neighbour(broken: 
     logits = random_logits(2)
     logits[0, 10] = broken
     requests = [make_request("a", logprobs=2), make_request("b", temperature=0.0)]
-    assert [token and token.token_id for token in make_sampler().sample(logits, requests).collect()] == [
+    assert [token and token.token_id for token in sample(make_sampler(), logits, *requests).collect()] == [
         None,
         int(logits[1].argmax()),
     ]

@@ -18,7 +18,9 @@ from model.checkpoint import load_model
 from model.prompt import Message, Prompt, build_chat_prompt
 from model.tokenizer import Tokenizer
 from model.vl2 import DeepseekVL2
+from server.engine.core import Engine
 from tests import goldens_data
+from tests.engine.support import case_request, engine_config, run_all, tokens_of
 from tests.goldens_data import GOLDENS, VARIANTS, case_names, cases
 
 CPU = torch.device("cpu")
@@ -177,3 +179,14 @@ def record_hidden_states(model: DeepseekVL2) -> HiddenStates:
 def test_every_case_is_run() -> None:
     assert all(case_names(variant) == case_names("mha") for variant in VARIANTS)
     assert len(case_names("mha")) == 14
+
+
+@pytest.mark.parametrize("chunk_tokens", [100, 8192])
+def test_the_engine_gives_the_reference_tokens(variant: str, chunk_tokens: int) -> None:
+    """All cases at once through the whole engine: continuous batching, chunked prefill, batched vision encoding."""
+    config = engine_config(variant, kv_cache_tokens=32768, max_num_seqs=16, prefill_chunk_tokens=chunk_tokens)
+    names = case_names(variant)
+    events = run_all(Engine(config), [case_request(variant, name) for name in names])
+    assert {name: tokens_of(events[name]) for name in names} == {
+        name: cases(variant)[0][name]["greedy_tokens"] for name in names
+    }
