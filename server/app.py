@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,11 +12,11 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from server.auth import KeyAuth
-from server.errors import install_handlers
+from server.errors import StartupError, install_handlers
 from server.middleware import BodyLimit, RequestId
 from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from server.routes import caption, chat, completions, health, models, tokenize
-from server.service import Service, StartupError
+from server.service import Service
 from server.settings import Settings
 
 _BODIES: dict[str, type[BaseModel]] = {
@@ -34,6 +35,9 @@ def create_app(settings: Settings) -> FastAPI:
             app.state.service = await Service.start(settings)
         except StartupError as error:
             app.state.failure = str(error)
+            raise
+        except asyncio.CancelledError:
+            app.state.failure = "interrupted while starting"
             raise
         try:
             yield

@@ -33,9 +33,8 @@ from model.prompt import MAX_TILED_IMAGES
 from server.doctor import cpu_name
 from server.engine.core import Engine
 from server.engine.request import EngineRequest, ImageInput, SamplingParams
-from server.serve import configure_logging
 from server.service import engine_config
-from server.settings import ConfigurationError, Settings
+from server.settings import ConfigurationError, Settings, configure_logging, quiet
 
 WARMUP_TOKENS = 4
 
@@ -79,7 +78,8 @@ def run_cases(
     settings: Settings, cases: Sequence[Case], *, image_size: tuple[int, int], repeats: int, as_json: bool
 ) -> None:
     """Measure the cases and print them. Raises ConfigurationError when the model or a case can't be run."""
-    configure_logging("warning")
+    settings = quiet(settings)
+    configure_logging(settings.log_level)
     try:
         config = load_config(resolve_model(settings.model_source, weights=False))
         engine = Engine(engine_config(settings))

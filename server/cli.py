@@ -88,8 +88,8 @@ BaseURL = Annotated[
 @with_settings
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP. Settings also come from VL2_* variables and from --config FILE."""
+    from server.errors import StartupError
     from server.serve import serve as run
-    from server.service import StartupError
 
     try:
         run(settings)

@@ -45,6 +45,10 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class StartupError(RuntimeError):
+    """The service cannot start; the message says why in words meant for a person."""
+
+
 class ClientGone(Exception):
     """The client closed its connection before the answer was ready."""
 

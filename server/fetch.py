@@ -9,7 +9,8 @@ A URL is a stranger's wish to have this machine open a connection, so what may b
 * **Redirects** are followed here, a few, and each passes the same checks anew. From https to http: refused, for who
   asks for https wants the picture to come unaltered. To anything but http(s): refused.
 * **How long, how much.** Connecting and the whole fetch have time limits. Content-Length is believed when it is too
-  large, and never when it is small: bytes are counted as they come. Compressed bodies are refused unread.
+  large, and never when it is small: bytes are counted as they come, and so are pieces, each of which costs time.
+  Compressed bodies are refused unread.
 * **What goes out.** A fixed GET: no cookies, no credentials (a URL with some is refused), no Referer; neither proxies
   nor a netrc from the environment.
 * **What comes back in errors.** Never an address that a name resolved to, nor whether a private name exists.
@@ -41,7 +42,9 @@ from server.media import MediaError
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]  # host, port -> addresses; OSError when there are none
 
 MAX_THREADS = 16  # for what may hang in the system: looking up names, reading files
-CHUNKS_PER_TURN = 64  # a body may come in crumbs; the event loop gets its turn after this many
+CHUNKS_PER_TURN = 64  # after this many pieces of a body, the event loop gets its turn
+MAX_CRUMBS = 10_000  # after this many pieces, they must have had CRUMB_BYTES on average: each costs time
+CRUMB_BYTES = 64
 
 _HEADERS = {
     "User-Agent": "vl2",
@@ -260,6 +263,8 @@ class MediaFetcher:
                     raise MediaError(too_large)
                 data += chunk
                 chunks += 1
+                if chunks > MAX_CRUMBS and len(data) < chunks * CRUMB_BYTES:
+                    raise MediaError(f"{name!r} sends the image in pieces too small")
                 if chunks % CHUNKS_PER_TURN == 0:
                     await asyncio.sleep(0)
         except (httpx.HTTPError, OSError) as error:

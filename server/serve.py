@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import logging
 import shlex
 import socket
-import sys
 import threading
 import types
 from pathlib import Path
@@ -16,20 +15,13 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from server.app import create_app
-from server.service import StartupError
-from server.settings import ConfigurationError, Settings
+from server.errors import StartupError
+from server.settings import ConfigurationError, Settings, configure_logging
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# How long open answers may take to end once the server is told to stop.
+# How long open answers may take to end once the server is told to stop; then they end with an error.
 SHUTDOWN_S = 10
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error. Prompts, pictures and keys are never logged, at any level."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    # Their lines at "info" repeat what our own say.
-    for name in ("uvicorn", "httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+# How long their connections may take after that.
+HANG_UP_S = 5
 
 
 def serve(settings: Settings) -> None:
@@ -98,15 +90,30 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            timeout_graceful_shutdown=SHUTDOWN_S + HANG_UP_S,
         )
         super().__init__(config)
+        self._app = app
         self._banner = banner
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._banner is not None:
             print(self._banner, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ended = asyncio.Event()
+        watch = asyncio.create_task(self._end_generations(ended))
+        await super().shutdown(sockets)
+        ended.set()
+        await watch
+
+    async def _end_generations(self, ended: asyncio.Event) -> None:
+        """Stop the engine when answers take too long to end: their clients are told, rather than cut off."""
+        try:
+            await asyncio.wait_for(ended.wait(), SHUTDOWN_S)
+        except TimeoutError:
+            await self._app.state.service.stop()
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         if not self.started:  # the model still loads: nothing is open that could be ended in peace
@@ -151,8 +158,12 @@ class BackgroundServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Begin to end, as a signal would; leaving the context waits for the end."""
+        self._server.should_exit = True
 
     def _run(self) -> None:
         try:

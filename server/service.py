@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from model.checkpoint import CheckpointError, resolve_model
 from model.config import ConfigError, load_config
 from model.tokenizer import Tokenizer, TokenizerError
 from server.engine.client import EngineClient
 from server.engine.request import EngineConfig, EngineError
-from server.errors import APIError, ClientGone, validation_error
+from server.errors import APIError, ClientGone, StartupError, validation_error
 from server.generation import engine_dead
 from server.prepare import Preparer
 from server.protocol import RequestModel
@@ -24,10 +24,6 @@ from server.settings import Settings, resolve_device
 logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=RequestModel)
-
-
-class StartupError(RuntimeError):
-    """The service cannot start; the message says why in words meant for a person."""
 
 
 class Service:
@@ -44,12 +40,12 @@ class Service:
     async def start(cls, settings: Settings) -> Service:
         """Read the checkpoint's configuration and tokenizer, and start the engine. Raises StartupError."""
         try:
-            folder = await asyncio.to_thread(resolve_model, settings.model_source, weights=False)
+            folder = await asyncio.to_thread(_checkpoint_folder, settings.model_source)
             config = load_config(folder)
             tokenizer = Tokenizer.from_folder(folder)
             engine = EngineClient(engine_config(settings))
             await engine.start()
-        except (CheckpointError, ConfigError, TokenizerError, EngineError, ValueError) as error:
+        except (ConfigError, TokenizerError, EngineError, ValueError) as error:
             raise StartupError(f"cannot serve {settings.model_source}: {error}") from error
         info = engine.info
         logger.info(
@@ -90,6 +86,17 @@ class Service:
             raise engine_dead()
 
 
+def _checkpoint_folder(source: str) -> Path:
+    """Where the configuration and the tokenizer are; they are fetched if need be. Raises ValueError."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    # Brings torch with it, which this process needs for nothing else: a second and 200 MB.
+    from model.checkpoint import resolve_model
+
+    return resolve_model(source, weights=False)
+
+
 def engine_config(settings: Settings) -> EngineConfig:
     """The engine's share of the settings, with `auto` resolved for this machine."""
     device = resolve_device(settings.device)
@@ -126,7 +133,8 @@ async def read_json(request: Request, model: type[Body]) -> Body:
         message = f"The body must be JSON, sent with `Content-Type: application/json`, not {media_type[:80]!r}."
         raise APIError(415, message, code="unsupported_media_type")
     try:
-        return model.model_validate_json(await request.body())
+        # `request.body()` would keep the bytes for as long as the answer takes.
+        return model.model_validate_json(b"".join([chunk async for chunk in request.stream()]))
     except ClientDisconnect as error:
         raise ClientGone from error
     except ValidationError as error:

@@ -7,6 +7,8 @@ The command line (`server/cli.py`) makes one flag of each field, so a field adde
 from __future__ import annotations
 
 import difflib
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +25,7 @@ from pydantic_settings import (
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "model" / "demo" / "checkpoint"
 DEFAULT_MODEL_NAME = "vl2-demo"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class ConfigurationError(ValueError):
@@ -133,6 +136,21 @@ def load_settings(flags: dict[str, Any]) -> Settings:
         raise ConfigurationError("\n".join(lines)) from error
     except SettingsError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def configure_logging(level: str) -> None:
+    """Log to standard error. Prompts, pictures and keys are never logged, at any level."""
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    # Their lines at "info" repeat what our own say.
+    for name in ("uvicorn", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def quiet(settings: Settings) -> Settings:
+    """For commands whose output is their answer: only warnings are logged, unless a level was chosen."""
+    if "log_level" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"log_level": "warning"})
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:

@@ -140,7 +140,6 @@ class AnswerDecoder:
                 delta.finish_reason = "stop"
                 return delta
             self._release(delta, self._matcher.flush())
-            delta.scored += self._pending
             delta.finish_reason = "stop" if event.finish_reason == "stop" else "length"
         return delta
 

@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from server.serve import BackgroundServer, configure_logging
-from server.service import StartupError
-from server.settings import Settings
+from server.errors import StartupError
+from server.settings import Settings, configure_logging, quiet
 
 # A caption on a slow CPU, or a full queue, takes its time; a server that is not there says so at once.
 TIMEOUT = httpx.Timeout(600, connect=10)
@@ -30,6 +29,8 @@ def connect(settings: Settings, base_url: str | None) -> Iterator[httpx.Client]:
         with _client(base_url, key) as client:
             yield client
         return
+    from server.serve import BackgroundServer  # with all that a server needs
+
     # Other people on this machine can reach the port, so it has a key of its own.
     key = secrets.token_urlsafe(16)
     private = settings.model_copy(update={"api_key": (SecretStr(key),)})
@@ -46,7 +47,8 @@ def caption_files(
     settings: Settings, files: Sequence[Path], *, base_url: str | None, prompt: str | None, max_tokens: int | None
 ) -> bool:
     """Print a caption for each file, after its name if there are several. Whether all went well."""
-    configure_logging("warning")
+    settings = quiet(settings)
+    configure_logging(settings.log_level)
     fields: dict[str, str] = {}
     if prompt is not None:
         fields["prompt"] = prompt
@@ -71,7 +73,8 @@ def caption_files(
 
 def chat_loop(settings: Settings, *, base_url: str | None, temperature: float) -> None:
     """Read lines and print answers until the input ends."""
-    configure_logging("warning")
+    settings = quiet(settings)
+    configure_logging(settings.log_level)
     try:
         with connect(settings, base_url) as client:
             model = _checked(client.get("/v1/models")).json()["data"][0]["id"]

@@ -39,6 +39,7 @@ async def chat_completions(request: Request) -> Response:
     service.check_model(body.model)
     service.check_alive()
     prompt = await until_disconnect(request, service.preparer.chat(body.messages))
+    body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(
         prompt, service.max_model_len, wanted=body.answer_limit, least=body.min_tokens, param="messages"
     )

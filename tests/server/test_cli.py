@@ -1,0 +1,247 @@
+"""The commands as a person runs them: `python -m server ...` in a process of its own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+from server.cli import app
+from server.serve import BackgroundServer
+from server.settings import Settings
+from tests.conftest import API_KEY, MODEL, chat_body, colour, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = ["--device", "cpu", "--dtype", "float32"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "server", *arguments]
+
+
+def run(*arguments: str, stdin: str = "", key: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VL2_API_KEY": key} if key is not None else None
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240
+    )
+
+
+def invoke(*arguments: str) -> Result:
+    """The same within this process, where torch is already there."""
+    return CliRunner().invoke(app, arguments)
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+    banner: str
+    log: Path
+
+
+@contextmanager
+def serve(folder: Path, *arguments: str) -> Iterator[Served]:
+    """`vl2 serve` on a free port, once it says that it is ready."""
+    log = folder / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command("serve", "--port", "0", *CPU, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+        )
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline(), process.stdout.readline()]
+            assert all(lines), log.read_text()
+            yield Served(process, lines[0].split()[-1], "".join(lines), log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def test_serve_from_banner_to_signal(tmp_path: Path) -> None:
+    """Ready line, a refused second server on its port, a log without secrets, and an end that leaves nothing behind."""
+    with serve(tmp_path, "--api-key", API_KEY) as served:
+        assert MODEL in served.banner
+        assert f"{served.url}/v1/caption" in served.banner and "curl -F image=@" in served.banner
+        assert API_KEY not in served.banner
+        port = served.url.rpartition(":")[2]
+        second = run("serve", "--port", port)
+        assert second.returncode == 2
+        assert port in second.stderr and "in use" in second.stderr
+
+        picture = colour(200, 100)
+        headers = {"Authorization": f"Bearer {API_KEY}", "X-Request-ID": "an-id"}
+        body = chat_body("sesame sesame", picture, max_tokens=2)
+        with httpx.Client(base_url=served.url, headers=headers, timeout=120) as client:
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+            assert client.post("/v1/chat/completions", json={**body, "sesame": 1}).status_code == 400
+            assert client.post("/v1/chat/completions", content=b'{"sesame').status_code == 415
+            bad = chat_body("sesame", "data:image/png;base64," + base64.b64encode(b"sesame" * 50).decode())
+            assert client.post("/v1/chat/completions", json=bad).status_code == 400
+            assert client.get("/v1/models", headers={"Authorization": "Bearer wrong-sesame"}).status_code == 401
+
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        assert children
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(timeout=60)
+        wait_until(lambda: not any(child.is_running() for child in children))
+        log = served.log.read_text()
+        assert "POST '/v1/chat/completions' 200" in log and "id=an-id" in log
+        assert "Traceback" not in log
+        for secret in ("sesame", API_KEY, picture[-100:], base64.b64encode(b"sesame" * 9).decode()):
+            assert secret not in log
+
+
+def test_a_dead_engine_shows(tmp_path: Path) -> None:
+    with serve(tmp_path) as served, httpx.Client(base_url=served.url, timeout=120) as client:
+        assert client.get("/health").status_code == 200
+        body = chat_body("x", max_tokens=3000, ignore_eos=True, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for child in psutil.Process(served.process.pid).children(recursive=True):
+                child.kill()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        wait_until(lambda: client.get("/health").status_code == 503)
+        assert client.post("/v1/chat/completions", json=chat_body("x")).status_code == 503
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(timeout=60)
+
+
+def test_an_answer_that_outlasts_the_shutdown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.serve.SHUTDOWN_S", 0.2)
+    body = chat_body("x", max_tokens=3000, ignore_eos=True, stream=True)
+    with (
+        BackgroundServer(Settings(device="cpu", dtype="float32")) as server,
+        httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.stop()
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+
+
+def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("serve", "--port", "0", *CPU), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    parent = psutil.Process(process.pid)
+    wait_until(lambda: bool(parent.children()))
+    children = parent.children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "is ready" not in out
+    assert "Traceback" not in errors
+    wait_until(lambda: not any(child.is_running() for child in children))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["--model", "no/such/model/here"], 1, "no/such/model/here"),
+        (["--max-model-len", "1000000"], 1, "1000000"),
+        (["--host", "no.such.host.invalid"], 2, "no.such.host.invalid"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_ends_with_one_clear_message(arguments: list[str], code: int, reason: str) -> None:
+    result = invoke("serve", "--port", "0", *CPU, *arguments)
+    assert result.exit_code == code
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and reason in errors[0]
+    assert result.stdout == ""
+
+
+def test_caption_and_chat_against_a_running_server(server_url: str, tmp_path: Path) -> None:
+    pictures = []
+    for name in ("red", "blue"):
+        pictures.append(tmp_path / f"{name}.png")
+        Image.new("RGB", (60, 60), name).save(pictures[-1])
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    files = [str(path) for path in (pictures[0], broken, pictures[1])]
+    result = run("caption", *files, "--base-url", server_url, "--max-tokens", "4", key=API_KEY)
+    assert result.returncode == 1  # one of them could not be read
+    lines = result.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [str(path) for path in pictures]
+    assert all(line.partition(": ")[2] for line in lines)
+    assert "broken.png" in result.stderr and "format" in result.stderr
+
+    talk = f"/image {pictures[0]}\nWhat is this?\n/wrong\n/image {tmp_path}/none.png\nAnd now?\n/reset\n/quit\n"
+    result = run("chat", "--base-url", server_url + "/v1", stdin=talk, key=API_KEY)
+    assert result.returncode == 0
+    assert result.stdout.count("> ") == 7
+    assert "commands are" in result.stderr and "none.png" in result.stderr
+
+    result = run("caption", files[0], "--base-url", server_url, key="wrong")
+    assert result.returncode == 1 and "API key" in result.stderr
+
+
+def test_caption_without_a_server(tmp_path: Path) -> None:
+    picture = tmp_path / "red.png"
+    Image.new("RGB", (60, 60), "red").save(picture)
+    result = run("caption", str(picture), *CPU, "--max-tokens", "3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() and str(picture) not in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_server_that_is_not_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        result = run("caption", __file__, "--base-url", address)
+    assert result.returncode == 1
+    assert "error: " in result.stderr and "Traceback" not in result.stderr
+
+
+def test_doctor() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    for word in ("python", "torch", "device", "memory", "layers", "context 4096"):
+        assert word in result.stdout
+    result = invoke("doctor", "--model", "no/such/model/here")
+    assert result.exit_code == 1 and "cannot be served" in result.stdout
+
+
+def test_bench_offline_needs_neither_weights_nor_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "processor_config.json"):
+        shutil.copy(ROOT / "tests" / "goldens" / "mla-softmax" / "checkpoint" / name, tmp_path)
+    dummy = ["--model", str(tmp_path), "--load-format", "dummy", "--repeats", "1", *CPU]
+    sizes = ["--prompt-len", "5", "--prompt-len", "70", "--output-len", "4", "--batch-size", "3"]
+    result = invoke("bench", "offline", *dummy, *sizes, "--images", "1", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["device"] and report["parameters"] > 0
+    assert [case["prompt_len"] for case in report["results"]] == [5, 70]
+    for case in report["results"]:
+        assert case["prompt_tokens"] > case["prompt_len"] + 420
+        assert case["output_tokens_per_s"] > 0 and case["first_token_ms"] > 0 and case["token_ms"] > 0
+        assert case["peak_memory_mib"] > 0
+    table = invoke("bench", "offline", *dummy, "--prompt-len", "5", "--output-len", "1")
+    assert table.exit_code == 0 and "out tok/s" in table.stdout
+    too_long = invoke("bench", "offline", *dummy, "--prompt-len", "1000000")
+    assert too_long.exit_code == 2 and "1000000" in too_long.stderr

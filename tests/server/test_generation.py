@@ -1,0 +1,259 @@
+"""Failures of the engine, and clients that leave, against an engine that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from model.config import load_config
+from model.tokenizer import Tokenizer
+from server.app import create_app
+from server.engine.client import EngineClient
+from server.engine.request import (
+    EngineDeadError,
+    EngineInfo,
+    EngineRequest,
+    RequestRejected,
+    TokenEvent,
+)
+from server.generation import _wrap
+from server.prepare import Preparer
+from server.service import Service
+from server.settings import DEFAULT_MODEL, Settings
+from tests.conftest import MODEL, chat_body
+
+Script = Callable[[EngineRequest], AsyncGenerator[TokenEvent, None]]
+
+
+class ScriptedEngine:
+    """Stands where EngineClient does; `script` makes the events of each request."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.healthy = True
+        self.ended: list[str] = []
+        self.info = EngineInfo(
+            max_model_len=4096,
+            max_num_seqs=4,
+            kv_cache_tokens=4096,
+            vocab_size=1024,
+            eos_token_id=1014,
+            device="cpu",
+            dtype="float32",
+            num_parameters=1,
+            load_seconds=0.0,
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        try:
+            async for event in self.script(request):
+                yield event
+        finally:
+            self.ended.append(request.request_id)
+
+
+def application(script: Script) -> tuple[FastAPI, ScriptedEngine]:
+    """The real application without a lifespan, around a scripted engine."""
+    settings = Settings(api_key=())
+    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
+    preparer = Preparer(settings, load_config(DEFAULT_MODEL), tokenizer)
+    engine = ScriptedEngine(script)
+    app = create_app(settings)
+    app.state.service = Service(settings, tokenizer, preparer, cast(EngineClient, engine))
+    return app, engine
+
+
+def post(app: FastAPI, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(run())
+
+
+def event(request: EngineRequest, *tokens: int, reason: Any = None, error: str | None = None) -> TokenEvent:
+    return TokenEvent(request_id=request.request_id, token_ids=list(tokens), finish_reason=reason, error=error)
+
+
+async def endless(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    while True:
+        yield event(request, 65)
+        await asyncio.sleep(0)
+
+
+async def silent(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    await asyncio.Event().wait()
+    yield event(request)
+
+
+async def rejects(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    raise RequestRejected("needs 5000 of 4096 tokens")
+    yield event(request)
+
+
+async def dead(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    raise EngineDeadError("gone")
+    yield event(request)
+
+
+async def fails(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    yield event(request, reason="error", error="OutOfMemoryError: too large")
+
+
+async def dies_later(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    yield event(request, 65)
+    raise EngineDeadError("gone")
+
+
+async def has_a_bug(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    yield event(request, 65)
+    raise KeyError("a secret of the server")
+
+
+async def ends_early(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    yield event(request, 65)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "status", "code"),
+    [(rejects, 400, "request_rejected"), (dead, 503, "engine_dead"), (fails, 500, "engine_error")],
+)
+def test_failures_before_the_first_token_have_a_status(script: Script, status: int, code: str, stream: bool) -> None:
+    app, _ = application(script)
+    for path, body in (
+        ("/v1/chat/completions", chat_body("x", stream=stream)),
+        ("/v1/completions", {"model": MODEL, "prompt": "x", "stream": stream}),
+    ):
+        response = post(app, path, body)
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert ("retry-after" in response.headers) == (status == 503)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [(dies_later, "engine_dead"), (ends_early, "engine_error"), (has_a_bug, "internal_error")],
+)
+def test_failures_within_a_stream_are_its_last_event(script: Script, code: str) -> None:
+    app, _ = application(script)
+    response = post(app, "/v1/chat/completions", chat_body("x", stream=True))
+    assert response.status_code == 200
+    *_, last = response.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
+    assert "[DONE]" not in response.text and "secret" not in response.text
+
+
+def test_a_bug_is_a_plain_500() -> None:
+    app, _ = application(has_a_bug)
+    response = post(app, "/v1/chat/completions", chat_body("x"))
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+
+
+def test_a_dead_engine_is_told_at_once() -> None:
+    app, engine = application(silent)
+    engine.healthy = False
+    for path, body in (
+        ("/v1/chat/completions", chat_body("x")),
+        ("/v1/completions", {"model": MODEL, "prompt": "x"}),
+    ):
+        assert post(app, path, body).status_code == 503
+
+    async def get() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.get("/health")
+
+    response = asyncio.run(get())
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+
+
+def test_one_failed_choice_ends_its_siblings() -> None:
+    async def second_fails(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        source = fails(request) if request.request_id.endswith("-1") else endless(request)
+        async for item in source:
+            yield item
+
+    app, engine = application(second_fails)
+    assert post(app, "/v1/chat/completions", chat_body("x", n=3)).status_code == 500
+    assert len(engine.ended) == 3
+
+
+def test_a_stop_string_ends_the_request_in_the_engine() -> None:
+    app, engine = application(endless)
+    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
+    letter = tokenizer.token_bytes(65).decode()
+    response = post(app, "/v1/chat/completions", chat_body("x", stop=letter * 3, max_tokens=100))
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert len(engine.ended) == 1
+
+
+async def leave(app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable[None]]) -> list[dict[str, Any]]:
+    """Speak ASGI as a server does whose client goes away when `left` returns. The messages that were sent."""
+    raw = json.dumps(body).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    incoming = iter([{"type": "http.request", "body": raw, "more_body": False}])
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        message = next(incoming, None)
+        if message is None:
+            await left()
+            return {"type": "http.disconnect"}
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        await asyncio.sleep(0)
+
+    await asyncio.wait_for(app(scope, receive, send), timeout=60)
+    return sent
+
+
+@pytest.mark.parametrize("script", [silent, endless])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_requests(script: Script, stream: bool) -> None:
+    app, engine = application(script)
+    started = 0
+
+    async def counting(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        nonlocal started
+        started += 1
+        async for item in script(request):
+            yield item
+
+    engine.script = counting
+
+    async def when_all_run() -> None:
+        while started < 2:
+            await asyncio.sleep(0)
+
+    asyncio.run(leave(app, chat_body("x", n=2, stream=stream, max_tokens=4000), when_all_run))
+    assert len(engine.ended) == 2
+
+
+def test_seeds_wrap_around() -> None:
+    assert _wrap(2**63 - 1) == 2**63 - 1
+    assert _wrap(2**63) == -(2**63)
+    assert _wrap(-5) == -5

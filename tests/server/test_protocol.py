@@ -1,0 +1,204 @@
+"""What requests may say: each field is honoured, ignored by design, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from server.errors import APIError, validation_error
+from server.protocol import ChatRequest, CompletionRequest, RequestModel, TokenizeRequest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def refusal(model: type[RequestModel], body: str | dict[str, Any]) -> APIError:
+    """The 400 that a body gets."""
+    raw = body if isinstance(body, str) else json.dumps(body)
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(raw)
+    return validation_error(caught.value)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate_json(json.dumps({"model": "m", "messages": HI, **fields}))
+
+
+BAD_CHAT = [
+    ("temperature", -1),
+    ("temperature", 2.5),
+    ("temperature", "1"),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("top_p", 2),
+    ("top_p", 0),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 1.1),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-5": 1}),
+    ("logit_bias", {"5": 101}),
+    ("n", 0),
+    ("n", 17),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_completion_tokens", 0),
+    ("min_tokens", -1),
+    ("seed", 1.5),
+    ("seed", 2**63),
+    ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", ""),
+    ("stop", [1]),
+    ("stop_token_ids", ["a"]),
+    ("stream", "true"),
+    ("logprobs", 1_000_000),
+    ("top_logprobs", 21),
+    ("top_logprobs", 3),  # without logprobs
+    ("stream_options", {"include_usage": True}),  # without stream
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "auto"),
+    ("parallel_tool_calls", True),
+    ("functions", [{}]),
+    ("store", True),
+    ("service_tier", "flex"),
+    ("modalities", ["text", "audio"]),
+    ("reasoning_effort", "low"),
+    ("messages", []),
+    ("messages", "x"),
+    ("messages", [1]),
+    ("messages", [{"role": "robot", "content": "x"}]),
+    ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    ("messages", [{"content": "x"}]),
+    ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "user", "content": None}]),
+    ("messages", [{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]),
+    ("messages", [{"role": "system", "content": [{"type": "image_url", "image_url": "x"}]}]),
+    ("messages", [{"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    ("no_such_field", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_CHAT, ids=str)
+def test_bad_field_is_named(field: str, value: Any) -> None:
+    error = refusal(ChatRequest, {"model": "m", "messages": HI, field: value})
+    assert error.status == 400
+    assert error.param is not None and error.param.split(".")[0].split("[")[0] == field
+    assert field in error.message
+
+
+def test_messages_name_the_exact_place() -> None:
+    messages = [*HI, {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}]
+    error = refusal(ChatRequest, {"model": "m", "messages": messages})
+    assert (error.param, error.code) == ("messages[1].content[1].text", "missing_parameter")
+    error = refusal(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x", "colour": 1}]})
+    assert (error.param, error.code) == ("messages[0].colour", "unknown_parameter")
+    error = refusal(ChatRequest, {"model": "m", "messages": [{"role": "robot", "content": "x"}]})
+    assert "robot" in error.message and "developer" in error.message
+
+
+def test_fields_that_contradict_each_other() -> None:
+    error = refusal(ChatRequest, {"model": "m", "messages": HI, "min_tokens": 5, "max_tokens": 3})
+    assert error.param == "min_tokens" and "5" in error.message and "3" in error.message
+    error = refusal(CompletionRequest, {"model": "m", "prompt": "x", "echo": True, "logprobs": 1})
+    assert error.param == "echo"
+
+
+@pytest.mark.parametrize("body", ["{", "", "[" * 10_000, "\ufeff{}", '{"a": ', "nul"])
+def test_what_is_not_json(body: str) -> None:
+    assert refusal(ChatRequest, body).code == "invalid_json"
+
+
+@pytest.mark.parametrize("body", ["[]", "1", '"x"', "null"])
+def test_json_that_is_no_object(body: str) -> None:
+    assert refusal(ChatRequest, body).code == "invalid_value"
+
+
+def test_error_messages_do_not_repeat_long_input() -> None:
+    error = refusal(ChatRequest, {"model": "m", "messages": [{"role": "x" * 100_000, "content": ""}]})
+    assert len(error.message) < 1100
+
+
+def test_null_means_not_given() -> None:
+    fields = [name for name in ChatRequest.model_fields if name not in ("model", "messages")]
+    assert chat(**dict.fromkeys(fields)) == chat()
+
+
+def test_ignored_and_harmless_fields() -> None:
+    body = chat(
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        tools=[],
+        tool_choice="none",
+        modalities=["text"],
+        response_format={"type": "text"},
+    )
+    assert body.answer_limit is None
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=3).answer_limit == 3
+    assert chat(max_tokens=9).answer_limit == 9
+
+
+def test_forms_of_content() -> None:
+    text = {"type": "text", "text": "a"}
+    as_object = {"type": "image_url", "image_url": {"url": "u", "detail": "high"}}
+    as_string = {"type": "image_url", "image_url": "u"}
+    [message] = chat(messages=[{"role": "user", "content": [text, as_object, as_string], "name": "n"}]).messages
+    assert [part.type for part in message.content] == ["text", "image_url", "image_url"]
+    assert chat(messages=[{"role": "user", "content": "a"}]).messages[0].content == message.content[:1]
+    assert chat(messages=[{"role": "user", "content": []}]).messages[0].content == []
+    assert chat(messages=[{"role": "developer", "content": "a"}]).messages[0].role == "developer"
+
+
+def test_an_answer_of_the_api_can_be_sent_back() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "a",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert chat(messages=[*HI, answer, *HI]).messages[1].role == "assistant"
+    assert chat(messages=[*HI, {"role": "assistant", "content": None}, *HI]).messages[1].content == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+    ids=str,
+)
+def test_forms_of_a_prompt(prompt: Any, expected: Any) -> None:
+    body = CompletionRequest.model_validate_json(json.dumps({"model": "m", "prompt": prompt}))
+    assert body.prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [-1], [1, "a"], ["a", 1], 5, [True], {"a": 1}, ["a"] * 65], ids=str)
+def test_bad_prompts(prompt: Any) -> None:
+    assert refusal(CompletionRequest, {"model": "m", "prompt": prompt}).param == "prompt"
+
+
+@pytest.mark.parametrize(("field", "value"), [("suffix", "x"), ("best_of", 2), ("logprobs", 21), ("logprobs", True)])
+def test_bad_completion_fields(field: str, value: Any) -> None:
+    assert refusal(CompletionRequest, {"model": "m", "prompt": "x", field: value}).param == field
+
+
+def test_tokenize_takes_messages_or_a_prompt() -> None:
+    assert TokenizeRequest.model_validate_json('{"prompt": "x"}').prompt == "x"
+    assert TokenizeRequest.model_validate_json(json.dumps({"messages": HI, "max_tokens": 3})).messages is not None
+    assert refusal(TokenizeRequest, {}).param == "messages"
+    assert refusal(TokenizeRequest, {"messages": HI, "prompt": "x"}).param == "messages"
