@@ -90,6 +90,8 @@ class LatentAttention(nn.Module):
             value,
             query_lens=rows.query_lens,
             key_lens=rows.key_lens,
+            cu_query_lens=rows.cu_query_lens,
+            cu_key_lens=rows.cu_key_lens,
             scale=self.scale,
         )
 
@@ -124,6 +126,8 @@ class MultiHeadAttention(nn.Module):
                     rows[:, 1],
                     query_lens=batch.prefill.query_lens,
                     key_lens=batch.prefill.key_lens,
+                    cu_query_lens=batch.prefill.cu_query_lens,
+                    cu_key_lens=batch.prefill.cu_key_lens,
                     scale=self.scale,
                 )
             )
