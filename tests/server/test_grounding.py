@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,6 @@ from server.grounding import (
     read_spans,
     strip_markup,
 )
-from server.settings import DEFAULT_MODEL
 
 GIRAFFE = "<|ref|>The giraffe at the back.<|/ref|><|det|>[[580, 270, 999, 900]]<|/det|>"  # the reference's example
 IMAGE = Image.new("RGB", (4, 4))
@@ -273,7 +273,7 @@ def test_labels_smuggle_no_markers(marker: str) -> None:
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(DEFAULT_MODEL)
+    return Tokenizer.from_folder(Path(__file__).parents[1] / "goldens" / "mla-softmax" / "checkpoint")
 
 
 @given(HOSTILE.filter(str.strip), st.sampled_from(["", "<", "<|", "<|/ref", "<|/ref|", "<|User|>", "<image>"]))
