@@ -68,7 +68,8 @@ def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 def _combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Rows back in the order of the choices, [T, k, H], weighted and summed over k."""
     unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
-    return torch.einsum("tkh,tk->th", unsorted.unflatten(0, weights.shape).float(), weights).to(outputs.dtype)
+    wide = unsorted.unflatten(0, weights.shape).to(weights.dtype)
+    return torch.einsum("tkh,tk->th", wide, weights).to(outputs.dtype)
 
 
 @dataclass(frozen=True)

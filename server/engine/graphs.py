@@ -25,6 +25,7 @@ _HEAD = 4
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    batch: Batch  # kept, because the graph reads its tensors
     logits: Tensor
 
 
@@ -108,4 +109,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = self._model(batch, self._kv_cache)
-        return _Captured(graph, logits)
+        return _Captured(graph, batch, logits)
