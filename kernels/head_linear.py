@@ -80,6 +80,6 @@ def _head_linear(
             mask=within[:, None] & (column < outer)[None, :],
             other=0.0,
         )
-        acc += tl.dot(a, b)
+        acc += tl.dot(a, b, input_precision="ieee")
     target = y + (row[:, None] * tl.num_programs(2) + head) * outer + column[None, :]
     tl.store(target, acc.to(y.dtype.element_ty), mask=(row < tokens)[:, None] & (column < outer)[None, :])

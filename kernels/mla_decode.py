@@ -167,13 +167,13 @@ def _attend(
         used = token < length
         keys = tl.load(base + latent[None, :], mask=used[:, None], other=0.0)
         keys_rope = tl.load(base + RANK + rope[None, :], mask=used[:, None], other=0.0)
-        scores = tl.dot(q_latent, tl.trans(keys)) + tl.dot(q_rope, tl.trans(keys_rope))
+        scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee") + tl.dot(q_rope, tl.trans(keys_rope), input_precision="ieee")
         scores = tl.where(used[None, :], scores * scale, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp(scores - new_maximum[:, None])
         shrink = tl.exp(maximum - new_maximum)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(keys.dtype), keys)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(keys.dtype), keys, input_precision="ieee")
         maximum = new_maximum
 
     cell = (sequence * heads + head).to(tl.int64) * splits + split

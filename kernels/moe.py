@@ -196,10 +196,10 @@ def _product(
         within = depth < in_width
         a = tl.load(source + depth[None, :], mask=present[:, None] & within[None, :], other=0.0)
         b = tl.load(matrix + depth[:, None], mask=within[:, None] & wanted[None, :], other=0.0)
-        acc += tl.dot(a, b)
+        acc += tl.dot(a, b, input_precision="ieee")
         if GATED:
             c = tl.load(upper + depth[:, None], mask=within[:, None] & wanted[None, :], other=0.0)
-            acc_up += tl.dot(a, c)
+            acc_up += tl.dot(a, c, input_precision="ieee")
     if GATED:
         gate = acc.to(x.dtype.element_ty).to(tl.float32)
         activated = (gate / (1 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)

@@ -79,6 +79,7 @@ class DecodeGraphs:
         token_ids[:count] = [chunk.token_ids[0] for chunk in chunks]
         positions[:count] = starts
         lengths[:count] = starts + 1
+        table.fill(0)  # page numbers of an earlier step would be read, though not used, by the torch reference
         for row, chunk in enumerate(chunks):
             table[row, : len(chunk.pages)] = chunk.pages
         slots[:count] = table[np.arange(count), starts // PAGE_SIZE] * PAGE_SIZE + starts % PAGE_SIZE
