@@ -8,6 +8,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from kernels.head_linear import head_linear, head_linear_reference
 from kernels.latent_write import write_latents
 from kernels.mla_decode import mla_decode, mla_decode_reference
-from kernels.moe import Tiles, moe_experts, moe_experts_reference, moe_experts_triton
+from kernels.moe import moe_experts, moe_experts_reference
 from kernels.norm import add_rms_norm
 from kernels.router import route
 
@@ -84,7 +85,7 @@ def timed(calls: list[Callable[[], object]], repeats: int = 20) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -96,7 +97,7 @@ def timed(calls: list[Callable[[], object]], repeats: int = 20) -> float:
 
 
 def error_of(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -120,12 +121,12 @@ def bench_mla_decode() -> Iterator[Measurement]:
             latent[few].double(), rope[few].double(), caches[0].double(), table[few], lengths[few], scale=scale
         )
         error = error_of(run(caches[0])[few], expected)
-        seconds = timed([lambda c=cache: run(c) for cache in caches])
+        seconds = timed([partial(run, cache) for cache in caches])
         yield "mla_decode", f"batch {batch} x {length}", error, seconds, batch * length * (RANK + ROPE) * 2
         del caches
 
 
-def bench_moe(tiles: tuple[Tiles, Tiles] | None = None) -> Iterator[Measurement]:
+def bench_moe() -> Iterator[Measurement]:
     layers = [
         (random(EXPERTS + SHARED, 2 * INNER, HIDDEN, std=0.02), random(EXPERTS + SHARED, HIDDEN, INNER, std=0.02))
         for _ in range(3)
@@ -142,12 +143,10 @@ def bench_moe(tiles: tuple[Tiles, Tiles] | None = None) -> Iterator[Measurement]
         )
 
         def run(layer: tuple[Tensor, Tensor]) -> Tensor:
-            if tiles is not None:
-                return moe_experts_triton(x, *layer, ids, weights, tiles)  # noqa: B023
             return moe_experts(x, *layer, ids, weights)  # noqa: B023
 
         error = error_of(run(layers[0])[few], expected)
-        seconds = timed([lambda layer=layer: run(layer) for layer in layers])
+        seconds = timed([partial(run, layer) for layer in layers])
         touched = len(ids.unique())
         moved = touched * 3 * HIDDEN * INNER * 2
         flops = tokens * (TOPK + SHARED) * 6 * HIDDEN * INNER
@@ -156,13 +155,22 @@ def bench_moe(tiles: tuple[Tiles, Tiles] | None = None) -> Iterator[Measurement]
 
 def bench_router() -> Iterator[Measurement]:
     weight = torch.randn(EXPERTS, HIDDEN, device=DEVICE)
-    settings = {"topk": TOPK, "method": "greedy", "scoring": "softmax", "normalize": False, "scaling_factor": 1.0}
     for tokens in (1, 8, 32, 256):
         x = random(tokens, HIDDEN)
 
-        def run() -> tuple[Tensor, Tensor]:
-            return route(x, weight, None, **settings, num_groups=1, topk_groups=1)  # noqa: B023  # type: ignore[arg-type]
-
+        run = partial(
+            route,
+            x,
+            weight,
+            None,
+            topk=TOPK,
+            method="greedy",
+            scoring="softmax",
+            normalize=False,
+            scaling_factor=1.0,
+            num_groups=1,
+            topk_groups=1,
+        )
         expected = (x.double() @ weight.double().t()).softmax(-1).topk(TOPK).values
         error = error_of(run()[1].sort(-1, descending=True).values, expected)
         yield "router", f"{tokens} tokens", error, timed([run] * 8), weight.nbytes + x.nbytes
@@ -175,7 +183,7 @@ def bench_norm() -> Iterator[Measurement]:
         total = (x + residual).double()
         expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
         error = error_of(add_rms_norm(x, residual, weight, 1e-6)[0], expected)
-        seconds = timed([lambda: add_rms_norm(x, residual, weight, 1e-6)] * 8)  # noqa: B023
+        seconds = timed([partial(add_rms_norm, x, residual, weight, 1e-6)] * 8)
         yield "add_rms_norm", f"{tokens} tokens", error, seconds, 4 * x.nbytes
 
 
@@ -186,10 +194,10 @@ def bench_head_linear() -> Iterator[Measurement]:
         error = error_of(
             head_linear(x, weights[0][:, :NOPE]), head_linear_reference(x.double(), weights[0][:, :NOPE].double())
         )
-        seconds = timed([lambda w=weight: head_linear(x, w[:, :NOPE]) for weight in weights])  # noqa: B023
+        seconds = timed([partial(head_linear, x, weight[:, :NOPE]) for weight in weights])
         yield "absorb key", f"{tokens} tokens", error, seconds, HEADS * NOPE * RANK * 2
         y = random(tokens, HEADS, RANK)
-        seconds = timed([lambda w=weight: head_linear(y, w[:, NOPE:].transpose(1, 2)) for weight in weights])  # noqa: B023
+        seconds = timed([partial(head_linear, y, weight[:, NOPE:].transpose(1, 2)) for weight in weights])
         error = error_of(
             head_linear(y, weights[0][:, NOPE:].transpose(1, 2)),
             head_linear_reference(y.double(), weights[0][:, NOPE:].transpose(1, 2).double()),

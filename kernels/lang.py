@@ -1,4 +1,4 @@
-"""Triton where it is installed. Elsewhere (macOS, Windows) stand-ins, with which files that hold kernels can be read."""
+"""Triton where it is installed; elsewhere (macOS, Windows) stand-ins, so that files with kernels can be imported."""
 
 from typing import Any
 

@@ -26,7 +26,10 @@ def write_latents(
     rope: int,
     eps: float,
 ) -> None:
-    """Rotates `query` in place and writes the cache rows at slots int64 [T]; rotary: float32 cos and sin [T, rope / 2]."""
+    """Rotate `query` in place and write the cache rows at slots int64 [T].
+
+    rotary: float32 cos and sin, [T, rope / 2] each.
+    """
     chosen = write_latents_triton if use_triton(query) else write_latents_reference
     chosen(query, latent, norm_weight, rotary, kv_cache, slots, rope=rope, eps=eps)
 

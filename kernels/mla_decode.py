@@ -6,7 +6,8 @@ row is key (latent and rotated part, rank + rope wide), its first `rank` values 
     out[b, h] = sum_j softmax_j(scale * query[b, h] . row[j]) row[j, :rank]
 
 The query comes in its two parts, query_latent [B, heads, rank] and query_rope [B, heads, rope], each with
-strides of its own; kv_cache [pages, PAGE_SIZE, rank + rope], block_table int32 [B, P], context_lens int32 [B]. Cost: each cached row read once (1152 bytes at full size in bfloat16) and
+strides of its own; kv_cache [pages, PAGE_SIZE, rank + rope], block_table [B, P] and context_lens [B] of any
+integer type. Cost: each cached row read once (1152 bytes at full size in bfloat16) and
 4 * heads * (rank + rope / 2) operations on it; bound by bandwidth up to some hundred heads.
 A row with context_lens 0 gives zeros.
 
@@ -104,8 +105,8 @@ def mla_decode_triton(
 
 def num_splits(batch: int, longest: int) -> int:
     """Programs a sequence: enough for two a multiprocessor in all, none for less than four blocks of tokens."""
-    wanted = triton.cdiv(264, batch)
-    return max(1, min(wanted, triton.cdiv(longest, 4 * _TOKENS)))
+    wanted = -(-264 // batch)
+    return max(1, min(wanted, -(-longest // (4 * _TOKENS))))
 
 
 def _fits_triton(query_latent: Tensor, query_rope: Tensor) -> bool:
@@ -167,7 +168,8 @@ def _attend(
         used = token < length
         keys = tl.load(base + latent[None, :], mask=used[:, None], other=0.0)
         keys_rope = tl.load(base + RANK + rope[None, :], mask=used[:, None], other=0.0)
-        scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee") + tl.dot(q_rope, tl.trans(keys_rope), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee")
+        scores += tl.dot(q_rope, tl.trans(keys_rope), input_precision="ieee")
         scores = tl.where(used[None, :], scores * scale, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp(scores - new_maximum[:, None])

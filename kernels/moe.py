@@ -84,7 +84,7 @@ class Tiles:
 
 
 def default_tiles(tokens: int) -> tuple[Tiles, Tiles]:
-    """(gate and up, down) for this many tokens."""
+    """(gate and up, down) for this many tokens: few rows while an expert sees few, long strips of its weights."""
     if tokens <= 32:
         return Tiles(16, 32, 128, 4, 4), Tiles(16, 32, 128, 4, 4)
     rows = 16 if tokens <= 128 else 32
@@ -105,7 +105,7 @@ def moe_experts_triton(
     pairs = tokens * topk
     device, dtype = hidden.device, hidden.dtype
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
-    table = torch.empty(experts, tokens * topk if tokens < 16 else pairs, dtype=torch.int32, device=device)
+    table = torch.empty(experts, pairs, dtype=torch.int32, device=device)
     _list_pairs[(triton.cdiv(pairs, 256),)](expert_ids, counts, table, pairs, table.stride(0), BLOCK=256, num_warps=4)
     activated = torch.empty(pairs, inner, dtype=dtype, device=device)
     outputs = torch.empty(pairs, width, dtype=dtype, device=device)

@@ -41,7 +41,7 @@ def prefill_attention(
         )
     if flash_attn_varlen_func is None or not _fits_flash(query):
         return prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
-    out, *_ = flash_attn_varlen_func(
+    out: Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -51,7 +51,7 @@ def prefill_attention(
         max_seqlen_k=max(key_lens),
         softmax_scale=scale,
         causal=True,
-    )
+    )[0]
     return out
 
 

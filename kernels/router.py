@@ -17,6 +17,9 @@ from torch import Tensor
 
 from kernels.lang import tl, triton, use_triton
 
+_MOST_CHOICES = 16
+"""Experts a token that the Triton form can choose."""
+
 
 def route(
     hidden: Tensor,
@@ -32,7 +35,7 @@ def route(
     topk_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Chosen experts int64 [T, topk], in no defined order, and their weights float32 [T, topk]."""
-    if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc"):
+    if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc") and topk <= _MOST_CHOICES:
         bias = correction_bias if method == "noaux_tc" else None
         return route_triton(
             hidden, weight, bias, topk=topk, scoring=scoring, normalize=normalize, scaling_factor=scaling_factor
@@ -96,6 +99,7 @@ def route_triton(
         SOFTMAX=scoring == "softmax",
         BIASED=correction_bias is not None,
         NORMALIZE=normalize and topk > 1,
+        CHOICES=_MOST_CHOICES,
         num_warps=1,
     )
     return chosen, weights
@@ -133,6 +137,7 @@ def _choose(
     SOFTMAX: tl.constexpr,
     BIASED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):
     """The TOPK best experts of one token; of equals, the lowest number."""
     token = tl.program_id(0).to(tl.int64)
@@ -157,7 +162,7 @@ def _choose(
         tl.store(chosen + token * TOPK + place, best.to(tl.int64))
         tl.store(weights + token * TOPK + place, score * scaling_factor)
     if NORMALIZE:
-        place = tl.arange(0, 16)
+        place = tl.arange(0, CHOICES)
         tl.debug_barrier()
         values = tl.load(weights + token * TOPK + place, mask=place < TOPK)
         tl.store(weights + token * TOPK + place, values / (total + 1e-20), mask=place < TOPK)

@@ -52,9 +52,7 @@ class LatentAttention(nn.Module):
             query = self.q_b_proj(self.q_a_layernorm(query))
         query = query.unflatten(-1, (self.heads, self.nope + self.rope))
         norm = self.kv_a_layernorm
-        write_latents(
-            query, latent, norm.weight, rotary, kv_cache, batch.slots, rope=self.rope, eps=norm.eps
-        )
+        write_latents(query, latent, norm.weight, rotary, kv_cache, batch.slots, rope=self.rope, eps=norm.eps)
         num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
         parts = []
         if batch.decode is not None:

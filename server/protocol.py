@@ -34,6 +34,17 @@ def _refused(reason: str, *harmless: Any) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=Any)
 
 
+def _not_longer(most: int) -> BeforeValidator:
+    """Refuse a collection for its length before its items, of which each could be an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise PydanticCustomError("too_long", "must have at most {most} items", {"most": most})
+        return value
+
+    return BeforeValidator(check)
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -74,7 +85,12 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        """Drop nulls. Of unknown fields one is enough to refuse the request: a million would be a million errors."""
+        if not isinstance(data, dict):
+            return data
+        unknown = next(({key: data[key]} for key in data if key not in cls.model_fields), {})
+        known = {key: value for key, value in data.items() if key in cls.model_fields and value is not None}
+        return known | unknown
 
 
 # Messages
@@ -164,10 +180,10 @@ class GenerationRequest(RequestModel):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
-        Field(max_length=4),
+        _not_longer(4),
         BeforeValidator(_one_or_many, json_schema_input_type=str | list[str]),
     ] = []
-    stop_token_ids: list[int] = Field([], max_length=256)
+    stop_token_ids: Annotated[list[int], _not_longer(256)] = []
     seed: int | None = Field(None, ge=-INT64_MAX - 1, le=INT64_MAX)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -177,9 +193,10 @@ class GenerationRequest(RequestModel):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=4096
-    )
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        _not_longer(4096),
+    ] = {}
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool | None = None

@@ -40,43 +40,59 @@ class Settings(BaseSettings):
     )
 
     model: str | None = Field(
-        None, min_length=1, description="Checkpoint folder or Hugging Face hub id; the embedded demo when left out."
+        default=None,
+        min_length=1,
+        description="Checkpoint folder or Hugging Face hub id; the embedded demo when left out.",
     )
-    config: Path | None = Field(None, description="YAML file with any of these settings as its keys.")
+    config: Path | None = Field(default=None, description="YAML file with any of these settings as its keys.")
     served_model_name: str | None = Field(
-        None, min_length=1, description="Name that clients give as `model`; by default the hub id or folder name."
+        default=None,
+        min_length=1,
+        description="Name that clients give as `model`; by default the hub id or folder name.",
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs; auto: a GPU if any.")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces."
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; auto: a GPU if any."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Number format of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU."
+        default="auto", description="Number format of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="auto reads the weights; dummy makes seeded random ones from config.json alone."
+        default="auto", description="auto reads the weights; dummy makes seeded random ones from config.json alone."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus answer in tokens; by default what the model was made for."
+        default=None, ge=2, description="Longest prompt plus answer in tokens; by default what the model was made for."
     )
-    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
+    max_num_seqs: int = Field(default=64, ge=1, description="Most sequences that run at once.")
     kv_cache_tokens: int | None = Field(
-        None, ge=64, description="Size of the KV cache in tokens; by default from --gpu-memory-utilization."
+        default=None, ge=64, description="Size of the KV cache in tokens; by default from --gpu-memory-utilization."
     )
     gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=1, description="Share of the GPU's memory for weights, activations and KV cache together."
+        default=0.85,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for weights, activations and KV cache together.",
     )
-    prefill_chunk_tokens: int = Field(2048, ge=1, description="Most prompt tokens computed in one step.")
-    vision_tile_budget: int = Field(16, ge=1, description="Most image tiles encoded in one step.")
+    prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Most prompt tokens computed in one step.")
+    vision_tile_budget: int = Field(default=16, ge=1, description="Most image tiles encoded in one step.")
     seed: int = Field(
-        0, ge=0, le=2**63 - 1, description="Seed of dummy weights; a request without a seed of its own draws one."
+        default=0,
+        ge=0,
+        le=2**63 - 1,
+        description="Seed of dummy weights; a request without a seed of its own draws one.",
     )
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        (), description="Key that clients must send as a bearer token; may be given several times. None: open."
+        default=(), description="Key that clients must send as a bearer token; may be given several times. None: open."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
-    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest request body in bytes.")
-    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest image in pixels (width times height).")
-    max_images: int = Field(16, ge=0, description="Most images in one request.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity logged."
+    )
+    max_body_bytes: int = Field(default=32 << 20, ge=1024, description="Largest request body in bytes.")
+    max_image_pixels: int = Field(default=64_000_000, ge=1, description="Largest image in pixels (width times height).")
+    max_images: int = Field(default=16, ge=0, description="Most images in one request.")
 
     @field_validator("api_key", mode="before")
     @classmethod

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import hypothesis
 import msgspec
 import pytest
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import SecretStr
 
@@ -24,6 +27,10 @@ MODEL = DEFAULT_MODEL_NAME
 # Generous: what is waited for takes milliseconds on an idle machine.
 PATIENCE_S = 60.0
 
+# Slow machines are no failures, and a failure must come again.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
+
 # A developer's own settings must not reach the tests.
 for _field in Settings.model_fields:
     os.environ.pop(f"VL2_{_field.upper()}", None)
@@ -32,9 +39,7 @@ for _field in Settings.model_fields:
 def _add_stats(server: BackgroundServer) -> None:
     """A route for tests that shows the engine's gauges."""
 
-    async def stats(request: Any) -> Any:
-        from fastapi.responses import JSONResponse
-
+    async def stats(request: Request) -> Response:
         return JSONResponse(msgspec.to_builtins(await service_of(request).engine.stats()))
 
     server.app.add_route("/test/stats", stats)

@@ -1,7 +1,12 @@
-"""Finding the fonts: a folder given by name, or the system's; text faces and the emoji face, cached a process."""
+"""Finding the fonts: a folder given by name, or the system's; text faces and the emoji face, cached a process.
+
+python -m model.demo.fonts FOLDER     # collect them from the system
+"""
 
 from __future__ import annotations
 
+import argparse
+import shutil
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -63,8 +68,13 @@ class Fonts:
         if missing:
             raise FontError(f"no {', '.join(missing)} under {self.folder}")
         self._paths = {name: found[name] for name in (*TEXT_FACES, EMOJI_FACE)}
-        self.text = lru_cache(maxsize=2048)(self._text)
+        self.text = lru_cache(maxsize=256)(self._text)
         self.pictogram = lru_cache(maxsize=None)(self._pictogram)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files used."""
+        return list(self._paths.values())
 
     def _text(self, face: str, size: int) -> ImageFont.FreeTypeFont:
         """A text face at a size in pixels."""
@@ -99,3 +109,19 @@ def find_fonts(folder: Path | None = None) -> Fonts:
         FontError: if a face is missing.
     """
     return Fonts(folder if folder is not None else SYSTEM_FONTS)
+
+
+def main() -> None:
+    """Copies the faces that the pictures need into one folder, to take to a machine without them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in find_fonts().paths:
+        shutil.copyfile(path, folder / path.name)
+    total = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder}: {len(list(folder.iterdir()))} fonts, {total / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,8 @@ COLOURS = (*OBJECT_COLOURS, *(f"{name} ground" for name in GROUND_COLOURS))
 COLOUR_OF = {name: index for index, name in enumerate(COLOURS)}
 CHARACTERS = 96  # printable ASCII; 0 stands for no character
 
+TEXT_REACH = 4.5  # pixels of a tile
+
 _CENTRES = np.arange(PATCHES) * PATCH + PATCH / 2
 
 
@@ -277,6 +279,12 @@ def _labels(
     inside = ((y >= 0) & (y < scene.size[1]))[:, None] & ((x >= 0) & (x < scene.size[0]))[None, :]
     columns = x.astype(np.int64).clip(0, scene.size[0] - 1)
     owners = scene.ids[y.astype(np.int64).clip(0, scene.size[1] - 1)[:, None], columns[None, :]] * inside
+    # Text is thin and often between two rows of patches: all patches at its box belong to it.
+    for owner in range(len(scene.things) + 1, len(tables.boxes)):
+        left, top, right, bottom = tables.boxes[owner] - (*corner, *corner)
+        rows = (_CENTRES > top - TEXT_REACH) & (_CENTRES < bottom + TEXT_REACH)
+        across = (_CENTRES > left - TEXT_REACH / 2) & (_CENTRES < right + TEXT_REACH / 2)
+        owners = np.where(rows[:, None] & across[None, :] & (owners == 0), owner, owners)
     colours = np.where(inside, tables.colours[owners], np.uint8(IGNORED))
     boxes = (tables.boxes[owners] - (*corner, *corner)).clip(0, TILE_SIZE)
     characters = np.zeros((PATCHES, PATCHES), dtype=np.uint8)

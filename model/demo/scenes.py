@@ -133,12 +133,13 @@ def order_key(box: Box, size: tuple[int, int]) -> float:
 
 def random_scene(rng: random.Random, fonts: Fonts, request: Request) -> Scene:
     """A scene of the wanted kind. The same state of ``rng`` gives the same picture."""
-    size = random_size(rng, request)
-    for _ in range(200):
+    for attempt in range(2000):
+        if attempt % 10 == 0:  # some sizes and texts leave no room
+            size = random_size(rng, request)
         scene = _try_scene(rng, fonts, request, size)
         if scene is not None:
             return scene
-    raise RuntimeError(f"no layout found for {request} at {size}")
+    raise RuntimeError(f"no layout found for {request}")
 
 
 def random_size(rng: random.Random, request: Request) -> tuple[int, int]:

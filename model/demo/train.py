@@ -54,6 +54,7 @@ class Clock:
     passed: float = 0.0
     _started: float = field(default_factory=time.monotonic)
     _marks: dict[int, float] = field(default_factory=dict)
+    _first: float | None = None
 
     def elapsed(self) -> float:
         return self.passed + time.monotonic() - self._started
@@ -63,6 +64,8 @@ class Clock:
         share = torch.tensor(self.elapsed() / self.seconds, dtype=torch.float64, device=device)
         if dist.is_initialized():
             dist.broadcast(share, 0)
+        if self._first is None:
+            self._first = float(share)
         self._marks[step // WINDOW] = float(share)
         return float(share)
 
@@ -75,7 +78,8 @@ class Clock:
 
     def earlier(self, step: int) -> float:
         """What was known a window before: for what is planned ahead."""
-        return self._marks.get(step // WINDOW - 1, min(self._marks.values()))
+        assert self._first is not None
+        return self._marks.get(step // WINDOW - 1, self._first)
 
 
 def schedule(clock: Clock, seed: int, step: int) -> tuple[str, bool]:

@@ -39,6 +39,7 @@ from server.engine.request import (
     LoadFailed,
     Ping,
     Pong,
+    QueueFull,
     Ready,
     Rejected,
     RequestRejected,
@@ -126,7 +127,8 @@ class EngineClient:
         """The request's events, the last of them with a finish_reason.
 
         Leaving early (closing the iterator, cancelling the task) aborts the request in the engine. Raises
-        RequestRejected for a request that can't be served, EngineDeadError when the process is gone or goes.
+        RequestRejected for a request that can't be served (QueueFull: not now), EngineDeadError when the process is
+        gone or goes.
         """
         if self._info is None or self._exited.is_set():
             raise EngineDeadError("the engine is not running")
@@ -207,8 +209,8 @@ class EngineClient:
                 case Events(events):
                     for event in events:
                         self._deliver(event.request_id, event)
-                case Rejected(request_id, text):
-                    self._deliver(request_id, RequestRejected(text))
+                case Rejected(request_id, text, queue_full):
+                    self._deliver(request_id, (QueueFull if queue_full else RequestRejected)(text))
                 case Pong(number, stats):
                     ping = self._pings.get(number)
                     if ping is not None and not ping.done():

@@ -7,7 +7,6 @@ numbers only: bytes that a user sent are decoded elsewhere. Logs name requests, 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 
@@ -18,6 +17,7 @@ import zmq
 from model.batch import PAGE_SIZE
 from model.image import image_layout
 from server.engine.kv_cache import PagePool, PagePoolError
+from server.engine.prefix import ContentKeys
 from server.engine.request import (
     TILE_BYTES,
     Abort,
@@ -26,10 +26,10 @@ from server.engine.request import (
     EngineStats,
     Events,
     FromEngine,
-    ImageInput,
     LoadFailed,
     Ping,
     Pong,
+    QueueFull,
     Ready,
     Rejected,
     Request,
@@ -43,6 +43,7 @@ from server.engine.request import (
 from server.engine.runner import Runner
 from server.engine.sampler import SampledToken
 from server.engine.scheduler import Scheduler, StepPlan
+from server.engine.vision_cache import VisionCache, VisionCacheError
 
 logger = logging.getLogger(__name__)
 
@@ -57,35 +58,43 @@ class Engine:
         self.runner = runner if runner is not None else Runner(config)
         self.info = self.runner.info
         self.pool = PagePool(self.runner.num_pages, PAGE_SIZE)
+        self.pictures = VisionCache(self.runner.vision_cache_slots(self.info.max_model_len))
+        self.keys = ContentKeys(PAGE_SIZE)
         self.scheduler = Scheduler(
             self.pool,
+            self.pictures,
+            self.keys if config.prefix_caching else None,
             max_num_seqs=config.max_num_seqs,
+            max_queued_requests=config.max_queued_requests,
             max_model_len=self.info.max_model_len,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             vision_tile_budget=config.vision_tile_budget,
             eos_token_id=self.info.eos_token_id,
         )
         self._steps = self._prompt_tokens = self._generated_tokens = self._tiles = 0
-        self._failed_requests = self._integrity_errors = 0
+        self._aborted_requests = self._failed_requests = self._integrity_errors = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.requests)
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestRejected, with the reason, for one that cannot be served."""
+        """Queue a request. Raises RequestRejected, with the reason, for one that cannot be served (QueueFull: now)."""
         request.sampling.check(self.info.vocab_size)
         for token in request.token_ids:
             if not 0 <= token < self.info.vocab_size:
                 raise RequestRejected(f"token id {token} is outside the vocabulary of {self.info.vocab_size}")
         seed = request.sampling.seed
+        root = self.keys.root(request.cache_salt)
         self.scheduler.add(
             Request(
                 request.request_id,
                 list(request.token_ids),
                 request.sampling,
                 seed=secrets.randbits(64) if seed is None else seed,
-                images=_check_images(request.images, len(request.token_ids)),
+                images=self._place_images(request, root),
+                priority=request.priority,
+                root_key=root,
             )
         )
 
@@ -94,6 +103,7 @@ class Engine:
         if self.scheduler.finish(request_id) is None:
             return None
         self.runner.forget(request_id)
+        self._aborted_requests += 1
         return TokenEvent(request_id=request_id, finish_reason="abort")
 
     def step(self) -> list[TokenEvent]:
@@ -111,7 +121,7 @@ class Engine:
         except Exception as error:
             _raise_if_device_is_lost(error)
             logger.exception("a step of %d requests failed, running them one by one", len(plan.requests))
-            return list(itertools.chain.from_iterable(map(self._run_alone, _split(plan))))
+            return [event for request in plan.requests for event in self._run_alone(plan, request)]
         return self._commit(plan, sampled)
 
     def stats(self) -> EngineStats:
@@ -120,24 +130,55 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             pages_total=self.pool.num_pages,
             pages_free=self.pool.num_free,
+            pages_cached=self.pool.num_cached,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             tiles_encoded=self._tiles,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
+            vision_cache_hits=self.pictures.num_hits,
             preemptions=self.scheduler.num_preemptions,
+            aborted_requests=self._aborted_requests,
             failed_requests=self._failed_requests,
             integrity_errors=self._integrity_errors,
         )
 
     def check_integrity(self) -> bool:
-        """Whether queues and pages agree; if not, it is logged and counted."""
+        """Whether queues, pages and pictures agree; if not, it is logged and counted."""
         try:
             self.scheduler.check_integrity()
-        except PagePoolError:
+        except (PagePoolError, VisionCacheError):
             self._integrity_errors += 1
             logger.exception("integrity check failed")
             return False
         return True
+
+    def _place_images(self, request: EngineRequest, root: bytes) -> list[RequestImage]:
+        """The engine's records of a request's images; RequestRejected if tiles or slots do not fit the prompt."""
+        records: list[RequestImage] = []
+        num_tokens = len(request.token_ids)
+        for number, image in enumerate(request.images):
+            if image.columns < 1 or image.rows < 1:
+                raise RequestRejected(f"image {number} has {image.columns} columns and {image.rows} rows of tiles")
+            free_from = records[-1].end if records else 0
+            record = RequestImage(
+                start=image.start,
+                length=len(image_layout(image.columns, image.rows)),
+                columns=image.columns,
+                rows=image.rows,
+                key=self.keys.picture(root, image.digest, image.columns, image.rows),
+                tiles=image.tiles,
+            )
+            if not free_from <= record.start or record.end > num_tokens:
+                raise RequestRejected(
+                    f"image {number} takes positions {record.start} to {record.end - 1}, "
+                    f"only {free_from} to {num_tokens - 1} are free for it"
+                )
+            num_tiles = 1 + image.columns * image.rows
+            if len(image.tiles) != num_tiles * TILE_BYTES:
+                raise RequestRejected(f"image {number} has {len(image.tiles)} bytes for {num_tiles} tiles")
+            records.append(record)
+        return records
 
     def _compute(self, plan: StepPlan) -> list[SampledToken | None]:
         return self.runner.execute(plan).sampled.collect()
@@ -162,58 +203,26 @@ class Engine:
                     token_ids=[token.token_id],
                     logprobs=None if token.logprobs is None else [token.logprobs],
                     finish_reason=reason,
+                    cached_tokens=request.num_cached if request.num_generated == 1 else None,
                 )
             )
         return events
 
-    def _run_alone(self, plan: StepPlan) -> list[TokenEvent]:
-        (request,) = plan.requests
+    def _run_alone(self, plan: StepPlan, request: Request) -> list[TokenEvent]:
+        part = plan.alone(request)
         try:
-            sampled = self._compute(plan)
+            sampled = self._compute(part)
         except Exception as error:
             _raise_if_device_is_lost(error)
             logger.exception("request %s failed", request.request_id)
             return [self._fail(request, f"{type(error).__name__}: {error}")]
-        return self._commit(plan, sampled)
+        return self._commit(part, sampled)
 
     def _fail(self, request: Request, message: str) -> TokenEvent:
-        self.scheduler.finish(request.request_id)
+        self.scheduler.finish(request.request_id, spoiled=True)
         self.runner.forget(request.request_id)
         self._failed_requests += 1
         return TokenEvent(request_id=request.request_id, finish_reason="error", error=message)
-
-
-def _check_images(images: list[ImageInput], num_tokens: int) -> list[RequestImage]:
-    """The engine's records of a request's images; RequestRejected if tiles or slots do not fit the prompt."""
-    records = []
-    free_from = 0
-    for number, image in enumerate(images):
-        if image.columns < 1 or image.rows < 1:
-            raise RequestRejected(f"image {number} has {image.columns} columns and {image.rows} rows of tiles")
-        slots = len(image_layout(image.columns, image.rows))
-        record = RequestImage(image.start, slots, image.columns, image.rows, image.tiles)
-        if not free_from <= record.start or record.end > num_tokens:
-            raise RequestRejected(
-                f"image {number} takes positions {record.start} to {record.end - 1}, "
-                f"only {free_from} to {num_tokens - 1} are free for it"
-            )
-        if len(image.tiles) != record.num_tiles * TILE_BYTES:
-            raise RequestRejected(f"image {number} has {len(image.tiles)} bytes for {record.num_tiles} tiles")
-        free_from = record.end
-        records.append(record)
-    return records
-
-
-def _split(plan: StepPlan) -> list[StepPlan]:
-    """A step's work as one plan for each of its requests."""
-    return [
-        StepPlan(
-            decodes=[chunk for chunk in plan.decodes if chunk.request is request],
-            prefills=[chunk for chunk in plan.prefills if chunk.request is request],
-            encodes=[encode for encode in plan.encodes if encode.request is request],
-        )
-        for request in plan.requests
-    ]
 
 
 def _raise_if_device_is_lost(error: Exception) -> None:
@@ -299,7 +308,7 @@ def _handle(engine: Engine, link: Link, message: Submit | Abort | Ping) -> None:
             try:
                 engine.add_request(request)
             except RequestRejected as error:
-                link.send(Rejected(request.request_id, str(error)))
+                link.send(Rejected(request.request_id, str(error), queue_full=isinstance(error, QueueFull)))
         case Abort(request_id):
             event = engine.abort(request_id)
             if event is not None:

@@ -34,6 +34,10 @@ class RequestRejected(ValueError):
     """A request that can never run, with the numbers that say why. Nothing was computed for it."""
 
 
+class QueueFull(RequestRejected):
+    """A request that found the queue full: the same one may be served later."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to build an engine. Sizes are in tokens unless the name says otherwise."""
 
@@ -47,6 +51,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.85
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one step, over all requests
     vision_tile_budget: int = 16  # image tiles encoded in one step, over all requests
+    prefix_caching: bool = True  # share the pages of equal prefixes between requests
+    vision_cache_bytes: int = 1 << 30  # features of pictures on the device: of unfinished requests, and kept for others
+    max_queued_requests: int = 256  # beside max_num_seqs that run
     seed: int = 0  # for dummy weights; requests without a seed draw theirs from the system
     log_level: str = "INFO"
     ping_interval_s: float = 1.0
@@ -57,6 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_num_seqs", "prefill_chunk_tokens", "vision_tile_budget"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("vision_cache_bytes", "max_queued_requests"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("max_model_len", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None and value < 2:
@@ -133,6 +143,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     images: list[ImageInput] = []
     sampling: SamplingParams
+    priority: int = 0  # lower runs earlier; among equals, first come, first served
+    cache_salt: str = ""  # only requests with the same salt reuse what was computed for each other
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -150,6 +162,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    cached_tokens: int | None = None  # with the first token: how many of the prompt's were found computed
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,12 +185,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     pages_total: int
-    pages_free: int
+    pages_free: int  # held by no request
+    pages_cached: int  # of those, the ones whose content can be found again
     steps: int
     prompt_tokens: int  # computed in prefill, recomputation after preemption included
     generated_tokens: int
     tiles_encoded: int
+    prefix_hit_tokens: int  # found in cached pages at an admission, instead of computed
+    vision_cache_hits: int  # images whose picture was on the device already, or on its way
     preemptions: int
+    aborted_requests: int
     failed_requests: int
     integrity_errors: int
 
@@ -217,6 +234,7 @@ class Events(msgspec.Struct, frozen=True, tag=True):
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     message: str
+    queue_full: bool = False
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
@@ -237,19 +255,37 @@ class Status(Enum):
 
 
 @dataclass(eq=False, slots=True)
+class Picture:
+    """One picture on the device, or on its way there, shared by all requests that show it."""
+
+    key: bytes
+    columns: int
+    rows: int
+    num_slots: int
+    tiles: bytes  # uint8 [num_tiles, 3, 384, 384]; gone once all are encoded
+    encoded_tiles: int = 0
+    holders: int = 0
+
+    @property
+    def num_tiles(self) -> int:
+        return 1 + self.columns * self.rows
+
+    @property
+    def is_whole(self) -> bool:
+        return self.encoded_tiles == self.num_tiles
+
+
+@dataclass(eq=False, slots=True)
 class RequestImage:
-    """The engine's record of one image: its slots in the prompt and how many of its tiles are encoded."""
+    """Where one picture stands in the prompt. Its tiles go over to the picture when the request is admitted."""
 
     start: int
     length: int  # slots
     columns: int
     rows: int
+    key: bytes  # names the picture among those of all requests that may share it
     tiles: bytes
-    encoded_tiles: int = 0
-
-    @property
-    def num_tiles(self) -> int:
-        return 1 + self.columns * self.rows
+    picture: Picture | None = None
 
     @property
     def end(self) -> int:
@@ -261,8 +297,9 @@ class Request:
     """One request inside the engine.
 
     `token_ids` is the prompt and, after it, what was generated. The first `num_computed` of them have their
-    rows in `pages`; the rest is still to be computed. One token left to compute is a decode row, more of them
-    are a prefill, whether they come from the prompt or are computed anew after a preemption.
+    rows in `pages`; the rest is still to be computed. The last token alone, once it is a generated one, is a
+    decode row; everything else is prefill, whether it comes from the prompt or is computed anew after a preemption.
+    `page_keys` names the contents of the pages that its tokens fill, as far as anyone wanted to know.
     """
 
     request_id: str
@@ -270,6 +307,11 @@ class Request:
     sampling: SamplingParams
     seed: int
     images: list[RequestImage] = field(default_factory=list)
+    priority: int = 0
+    root_key: bytes = b""
+    page_keys: list[bytes] = field(default_factory=list)
+    arrival: int = 0  # number in the order of arrival
+    num_cached: int | None = None  # tokens found computed when it was first admitted
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -281,6 +323,16 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first: lower priority, then earlier arrival."""
+        return self.priority, self.arrival
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the only token left to compute is a generated one."""
+        return self.num_computed == self.num_tokens - 1 >= self.num_prompt
 
     @property
     def num_generated(self) -> int:

@@ -1,4 +1,4 @@
-"""Owner of every tensor on the device: weights, cache pages, image features, the sampler's histories.
+"""Owner of every tensor on the device: weights, cache pages, pictures' features, the sampler's histories.
 
 A step plan goes in, sampled tokens come out, still on the device; `Sampled.collect` is where the host waits.
 CPU and CUDA run the same code. A step changes nothing that running it again would not change in the same
@@ -20,7 +20,7 @@ from model import batch as model_batch
 from model.batch import PAGE_SIZE, Batch, build_batch
 from model.checkpoint import load_model, resolve_model
 from server.engine.graphs import DecodeGraphs
-from server.engine.request import TILE_SHAPE, EngineConfig, EngineInfo, Request, RequestImage, SamplingParams
+from server.engine.request import TILE_SHAPE, EngineConfig, EngineInfo, Picture, Request, SamplingParams
 from server.engine.sampler import Sampled, Sampler
 from server.engine.scheduler import Chunk, EncodeTiles, StepPlan
 
@@ -36,11 +36,11 @@ class StepOutput:
 
 
 @dataclass
-class ImageFeatures:
-    """One image of one request, from its first encoded tile to the step after its last slot was computed."""
+class PictureFeatures:
+    """One picture, from its first encoded tile until the vision cache drops it."""
 
-    tiles: Tensor  # [num_tiles, 196, hidden], filled as tiles are encoded
-    slots: Tensor | None = None  # [slots, hidden] in the prompt's order, once all tiles are there
+    tiles: Tensor | None  # [num_tiles, 196, hidden], filled as tiles are encoded; None once all are there
+    slots: Tensor | None = None  # [slots, hidden] in the prompt's order, from then on
 
 
 class Runner:
@@ -60,9 +60,10 @@ class Runner:
         )
         language = self.model.config.language
         self.row_shape = (PAGE_SIZE, language.kv_row_size)
+        self.slot_bytes: int = language.hidden_size * self.dtype.itemsize
         self.num_layers = language.num_hidden_layers
         self.sampler = Sampler(config.max_num_seqs, language.vocab_size, language.eos_token_id, self.device)
-        self._features: dict[str, dict[int, ImageFeatures]] = {}
+        self._features: dict[bytes, PictureFeatures] = {}  # by the picture's key
         self.kv_cache: list[Tensor] = []
         self.graphs: DecodeGraphs | None = None
 
@@ -92,32 +93,54 @@ class Runner:
         """Run one step; the tokens are chosen when the device gets there."""
         for request in plan.preempted:
             self.forget(request.request_id)
-        self._drop_used_features(plan.chunks)
-        if plan.encodes:
-            self._encode(plan.encodes)
+        for key in plan.dropped_pictures:
+            self._features.pop(key, None)
+        # A step that is run again may find a picture whole already.
+        encodes = [encode for encode in plan.encodes if not self._is_whole(encode.picture)]
+        if encodes:
+            self._encode(encodes)
         return self._forward(plan)
 
     def forget(self, request_id: str) -> None:
-        """Drop what the device holds of a request besides its pages."""
-        self._features.pop(request_id, None)
+        """Drop what the device holds of a request besides its pages and pictures."""
         self.sampler.forget(request_id)
 
     def _encode(self, encodes: list[EncodeTiles]) -> None:
-        """Encode all tiles of the step in one batch; images that are whole now are laid out as the prompt's slots."""
+        """Encode all tiles of the step in one batch; pictures that are whole now are laid out as the prompt's slots."""
         tiles = torch.from_numpy(np.concatenate([_tiles_of(encode) for encode in encodes]))
-        features = self.model.encode_tiles(tiles.to(self.device))
+        features = self._encode_tiles(tiles)
         for encode, part in zip(encodes, features.split([e.last - e.first for e in encodes]), strict=True):
-            image = encode.image
-            record = self._record(encode.request, image, part)
+            picture = encode.picture
+            record = self._features.get(picture.key)
+            if record is None:
+                record = PictureFeatures(part.new_empty(picture.num_tiles, *part.shape[1:]))
+                self._features[picture.key] = record
+            assert record.tiles is not None  # whole ones were left out
             record.tiles[encode.first : encode.last] = part
-            if encode.last == image.num_tiles:
-                record.slots = self.model.assemble_image(record.tiles, image.columns, image.rows)
+            if encode.last == picture.num_tiles:
+                record.slots = self.model.assemble_image(record.tiles, picture.columns, picture.rows)
+                record.tiles = None
 
-    def _record(self, request: Request, image: RequestImage, like: Tensor) -> ImageFeatures:
-        images = self._features.setdefault(request.request_id, {})
-        if image.start not in images:
-            images[image.start] = ImageFeatures(like.new_empty(image.num_tiles, *like.shape[1:]))
-        return images[image.start]
+    def _encode_tiles(self, tiles: Tensor) -> Tensor:
+        """uint8 [n, 3, 384, 384] on the host -> [n, 196, hidden]; in smaller batches where memory is short.
+
+        Raises torch.OutOfMemoryError when a single tile is too much.
+        """
+        try:
+            features: Tensor = self.model.encode_tiles(tiles.to(self.device))
+            return features
+        except torch.OutOfMemoryError:
+            if len(tiles) == 1:
+                raise
+            logger.warning("no memory to encode %d tiles at once, trying half of them", len(tiles))
+        # Out here, where the exception no longer keeps the failed attempt's tensors.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return torch.cat([self._encode_tiles(half) for half in tiles.split(-(-len(tiles) // 2))])
+
+    def _is_whole(self, picture: Picture) -> bool:
+        record = self._features.get(picture.key)
+        return record is not None and record.slots is not None
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
@@ -139,7 +162,7 @@ class Runner:
                 first, last = max(image.start, chunk.start), min(image.end, chunk.end)
                 if first < last:
                     image_rows.extend(range(row + first - chunk.start, row + last - chunk.start))
-                    embeds.append(self._slots(chunk.request, image)[first - image.start : last - image.start])
+                    embeds.append(self._slots(image.key)[first - image.start : last - image.start])
             row += chunk.end - chunk.start
             if chunk.samples:
                 logits_rows.append(row - 1)
@@ -152,20 +175,15 @@ class Runner:
             image_embeds=torch.cat(embeds) if embeds else None,
         )
 
-    def _slots(self, request: Request, image: RequestImage) -> Tensor:
-        slots = self._features[request.request_id][image.start].slots
-        if slots is None:
-            raise RuntimeError("an image's slots were planned before its last tile")
-        return slots
+    def _slots(self, key: bytes) -> Tensor:
+        record = self._features.get(key)
+        if record is None or record.slots is None:
+            raise RuntimeError("a picture's slots were planned before its last tile")
+        return record.slots
 
-    def _drop_used_features(self, chunks: list[Chunk]) -> None:
-        """Drop images that earlier steps are through with (not this one: it may have to be repeated)."""
-        for chunk in chunks:
-            images = self._features.get(chunk.request.request_id)
-            if images:
-                for image in chunk.request.images:
-                    if image.end <= chunk.start:
-                        images.pop(image.start, None)
+    def vision_cache_slots(self, max_model_len: int) -> int:
+        """Slots of the vision cache: what its bytes hold, and at least any one request's pictures."""
+        return max(self.config.vision_cache_bytes // self.slot_bytes, max_model_len)
 
     def _choose_num_pages(self, max_model_len: int) -> int:
         """Pages of the pool: as configured; or what CUDA memory leaves; or on the CPU, whose memory is shared with
@@ -179,12 +197,14 @@ class Runner:
         if configured is not None:
             return _pages_for(configured)
         free, total = torch.cuda.mem_get_info(self.device)
-        budget = total * self.config.gpu_memory_utilization - (total - free) - step_bytes
+        used = total - free + step_bytes + self.vision_cache_slots(max_model_len) * self.slot_bytes
+        budget = total * self.config.gpu_memory_utilization - used
         pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
         if pages < 1:
             raise ValueError(
                 f"no memory left for the KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after loading, "
-                f"{step_bytes / 2**30:.1f} GiB for a step, gpu_memory_utilization {self.config.gpu_memory_utilization}"
+                f"{step_bytes / 2**30:.1f} GiB for a step, vision_cache_bytes {self.config.vision_cache_bytes}, "
+                f"gpu_memory_utilization {self.config.gpu_memory_utilization}"
             )
         return pages
 
@@ -201,6 +221,7 @@ class Runner:
         return step_bytes
 
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+        """Decode graphs on CUDA; their memory comes out of what gpu_memory_utilization leaves free."""
         if self.device.type == "cpu":
             return None
         return DecodeGraphs(
@@ -212,7 +233,7 @@ class Runner:
         )
 
     def _take_pages(self, count: int) -> None:
-        # One more than the pool knows, for the padding rows of graphs.
+        # One page more than the pool knows, for the padding rows of graphs.
         # Zeros, not whatever was there: a NaN in a row that attention masks out would still poison the sum.
         self.kv_cache = [
             torch.zeros(count + 1, *self.row_shape, dtype=self.dtype, device=self.device)
@@ -248,7 +269,7 @@ def _pages_for(tokens: int) -> int:
 
 def _tiles_of(encode: EncodeTiles) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """uint8 [last - first, 3, 384, 384]"""
-    tiles = np.frombuffer(encode.image.tiles, dtype=np.uint8).reshape(encode.image.num_tiles, *TILE_SHAPE)
+    tiles = np.frombuffer(encode.picture.tiles, dtype=np.uint8).reshape(encode.picture.num_tiles, *TILE_SHAPE)
     return tiles[encode.first : encode.last]
 
 

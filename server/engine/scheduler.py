@@ -1,31 +1,41 @@
 """Who runs in the next step, and on which pages.
 
 A step holds every decode (one token of each running request that is past its prompt), then prefill chunks in
-order of arrival up to `prefill_chunk_tokens`, together with the image tiles those chunks need, up to
-`vision_tile_budget`. The rules:
+order of rank up to `prefill_chunk_tokens`, together with the image tiles those chunks need, up to
+`vision_tile_budget`. So between two tokens of a running request lies one step, of at most `max_num_seqs`
+decodes and the two budgets, whatever arrives; only a preemption makes a longer gap. The rules:
 
-- First come, first served. A waiting request is admitted when the pages for all its known tokens are free;
-  nobody overtakes the head of the queue.
-- Only decodes need further pages, one every `page_size` steps. When none is free, the latest arrival is
-  preempted: its pages return, it waits at the head of the queue, and its prompt and generated tokens are
-  later computed anew as one prefill. So the earliest running request advances in every step, and as none is
-  admitted that could not finish alone in the pool, every request ends.
-- A chunk may cut through an image. The tiles of an image are encoded, over several steps if the budget asks
-  for it, before the first chunk that touches it runs; the chunk is cut short until then. The features live in
-  the runner from there until the image's last slot is computed. The tiles stay on the host with the request
-  until it ends, so that a preempted request can be encoded again.
+- First come, first served, among requests of the same priority; a lower priority number goes first. A waiting
+  request is admitted when the pages for all its known tokens are free, beside those it finds computed already,
+  and when there is room for its pictures' features.
+- Nobody overtakes the head of the queue, but for one case: a request whose next pages are just being computed
+  by another waits until they can be shared, and lets others pass. So of the n choices of one prompt, or of a
+  burst of questions on one new picture, only the first computes what they have in common.
+- Only decodes need further pages, one every `page_size` steps. When none is free, the last in rank is
+  preempted: its pages return, it waits, and its prompt and generated tokens are later computed anew as one
+  prefill, as far as its old pages have been taken by others meanwhile. So the first running request advances in
+  every step, and as none is admitted that could not finish alone in the pool, every request ends.
+- At least the last token is always computed: its logits choose the next one.
+- A chunk may cut through an image. The tiles of a picture are encoded, over several steps if the budget asks
+  for it, before the first chunk that touches it runs; the chunk is cut short until then.
 
 Pure Python; the tensors are the runner's. `schedule` moves requests between queues and takes pages; progress
-(`num_computed`, new tokens) is entered by `commit` alone, so a step that failed leaves nothing half done.
+(`num_computed`, new tokens, names of pages) is entered by `commit` alone, so a step that failed leaves nothing
+half done.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from server.engine.kv_cache import PagePool, PagePoolError
-from server.engine.request import Request, RequestImage, RequestRejected, Status
+from server.engine.prefix import ContentKeys
+from server.engine.request import Picture, QueueFull, Request, RequestRejected, Status
+from server.engine.vision_cache import VisionCache
+
+_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +50,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTiles:
-    """Tiles [first, last) of one image of one request, to be encoded in this step."""
+    """Tiles [first, last) of one picture, to be encoded in this step for one request and all others that show it."""
 
     request: Request
-    image: RequestImage
+    picture: Picture
     first: int
     last: int
 
@@ -56,6 +66,7 @@ class StepPlan:
     prefills: list[Chunk] = field(default_factory=list)
     encodes: list[EncodeTiles] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    dropped_pictures: list[bytes] = field(default_factory=list)  # keys; before anything is encoded
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -71,31 +82,54 @@ class StepPlan:
         """Everyone the step works for, once each."""
         return list(dict.fromkeys([c.request for c in self.chunks] + [e.request for e in self.encodes]))
 
+    def alone(self, request: Request) -> StepPlan:
+        """The part of the step that one of its requests needs."""
+        keys = {image.key for image in request.images}
+        return StepPlan(
+            decodes=[chunk for chunk in self.decodes if chunk.request is request],
+            prefills=[chunk for chunk in self.prefills if chunk.request is request],
+            encodes=[encode for encode in self.encodes if encode.picture.key in keys],
+        )
+
+    def encoded_tiles(self, picture: Picture) -> int:
+        """How many tiles of a picture are encoded once the step is done."""
+        planned = [encode.last for encode in self.encodes if encode.picture is picture]
+        return planned[-1] if planned else picture.encoded_tiles
+
 
 class Scheduler:
     def __init__(
         self,
         pool: PagePool,
+        pictures: VisionCache,
+        keys: ContentKeys | None,
         *,
         max_num_seqs: int,
+        max_queued_requests: int,
         max_model_len: int,
         prefill_chunk_tokens: int,
         vision_tile_budget: int,
         eos_token_id: int,
     ) -> None:
+        """`pictures` has room for any one request that fits into the context. Without `keys`, no page is shared."""
         self.pool = pool
+        self.pictures = pictures
+        self.keys = keys
         self.max_num_seqs = max_num_seqs
+        self.max_queued_requests = max_queued_requests
         self.max_model_len = max_model_len
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.vision_tile_budget = vision_tile_budget
         self.eos_token_id = eos_token_id
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of arrival, all of them before anyone waiting
+        self.waiting: list[Request] = []  # both in order of rank
+        self.running: list[Request] = []
         self.num_preemptions = 0
+        self.prefix_hit_tokens = 0
+        self._num_arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; RequestRejected if it could never finish here."""
+        """Queue a request; RequestRejected if it could never finish here, QueueFull if it may come again later."""
         if request.request_id in self.requests:
             raise RequestRejected(f"request id {request.request_id} is already in use")
         prompt, answer = request.num_prompt, request.sampling.max_tokens
@@ -112,16 +146,30 @@ class Scheduler:
                 f"{prompt} prompt tokens and max_tokens {answer} need {pages} pages of {self.pool.page_size} tokens, "
                 f"the KV cache has {self.pool.num_pages}"
             )
+        if len(self.requests) >= self.max_num_seqs + self.max_queued_requests:
+            raise QueueFull(
+                f"{len(self.running)} requests are running and {len(self.waiting)} waiting, "
+                f"at most {self.max_num_seqs} and {self.max_queued_requests}"
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._extend_keys(request)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_RANK)
 
-    def finish(self, request_id: str) -> Request | None:
-        """Take a request out in whatever state it is, its pages at once; None if it is not (or no longer) here."""
+    def finish(self, request_id: str, *, spoiled: bool = False) -> Request | None:
+        """Take a request out in whatever state it is, its pages at once; None if it is not (or no longer) here.
+
+        `spoiled`: what was computed for it is not to be shared.
+        """
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        if spoiled:
+            self.pool.forget(request.pages)
         self._release(request, Status.FINISHED)
+        self.pictures.release(request.images)
         return request
 
     def schedule(self) -> StepPlan | None:
@@ -132,21 +180,27 @@ class Scheduler:
         self._plan_decodes(plan)
         tokens, tiles = self.prefill_chunk_tokens, self.vision_tile_budget
         for request in self.running:
-            if tokens > 0 and request.num_tokens - request.num_computed > 1:
+            if tokens > 0 and not request.decodes:
                 tokens, tiles = self._plan_prefill(plan, request, tokens, tiles)
-        while tokens > 0 and self._admit():
-            tokens, tiles = self._plan_prefill(plan, self.running[-1], tokens, tiles)
+        coming = {key for request in self.running for key in self._coming_keys(request)}
+        while tokens > 0 and (admitted := self._admit(coming)) is not None:
+            coming.update(self._coming_keys(admitted))
+            tokens, tiles = self._plan_prefill(plan, admitted, tokens, tiles)
+        plan.dropped_pictures = self.pictures.take_dropped()
         return plan
 
     def commit(self, plan: StepPlan, tokens: list[int | None]) -> None:
         """Enter what a step computed: `tokens` has one id for each of `plan.sampled`. Requests that end with it leave.
 
-        A request whose token is None could not be sampled; the caller has to `finish` it.
+        A request whose token is None could not be sampled; the caller has to `finish` it as spoiled.
         """
         for encode in plan.encodes:
-            encode.image.encoded_tiles = encode.last
+            encode.picture.encoded_tiles = encode.last
+            if encode.picture.is_whole:
+                encode.picture.tiles = b""
         for chunk in plan.chunks:
             chunk.request.num_computed = chunk.end
+            self._name_pages(chunk)
         for request, token in zip(plan.sampled, tokens, strict=True):
             if token is None:
                 continue
@@ -155,29 +209,32 @@ class Scheduler:
                 self.finish(request.request_id)
 
     def check_integrity(self) -> None:
-        """Raise PagePoolError unless queues, page tables and pool agree."""
+        """Raise PagePoolError or VisionCacheError unless queues, page tables, pool and vision cache agree."""
         queued = [*self.running, *self.waiting]
         if len(queued) != len(self.requests) or set(queued) != set(self.requests.values()):
             raise PagePoolError(f"{len(queued)} requests in the queues, {len(self.requests)} known")
+        if sorted(self.running, key=_RANK) != self.running or sorted(self.waiting, key=_RANK) != self.waiting:
+            raise PagePoolError("a queue is out of order")
         if any(request.pages for request in self.waiting):
             raise PagePoolError("a waiting request holds pages")
         self.pool.check_integrity(page for request in self.running for page in request.pages)
+        self.pictures.check_integrity(image for request in queued for image in request.images)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         for request in list(self.running):
             if request.status is not Status.RUNNING:
-                continue  # preempted for an earlier one, a moment ago
-            if request.num_tokens - request.num_computed == 1 and self._grow(request, plan):
+                continue  # preempted for one before it, a moment ago
+            if request.decodes and self._grow(request, plan):
                 plan.decodes.append(Chunk(request, request.num_computed, request.num_tokens, samples=True))
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
         """Give a request the page its newest token needs; False if the request itself had to be preempted for it."""
         missing = self.pool.pages_for(request.num_tokens) - len(request.pages)
         while missing > self.pool.num_free:
-            # The last in arrival order: at worst the request itself, and no one who is in the plan already.
+            # The last in rank: at worst the request itself, and no one who is in the plan already.
             victim = self.running.pop()
             self._release(victim, Status.WAITING)
-            self.waiting.appendleft(victim)
+            insort(self.waiting, victim, key=_RANK)
             self.num_preemptions += 1
             plan.preempted.append(victim)
             if victim is request:
@@ -185,43 +242,82 @@ class Scheduler:
         request.pages += self.pool.allocate(missing)
         return True
 
-    def _admit(self) -> bool:
-        """Move the head of the queue to the running requests, with pages for all its known tokens, if there is room."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return False
-        pages = self.pool.pages_for(self.waiting[0].num_tokens)
-        # A page kept for each running request: who takes the last ones is preempted again within a few steps.
-        if pages + len(self.running) > self.pool.num_free:
-            return False
-        request = self.waiting.popleft()
-        request.pages = self.pool.allocate(pages)
+    def _admit(self, coming: set[bytes]) -> Request | None:
+        """Move the first waiting request to the running ones, with pages for all its known tokens, if there is room.
+
+        `coming` names the pages that running requests are about to compute.
+        """
+        if len(self.running) >= self.max_num_seqs:
+            return None
+        for request in self.waiting:
+            if not coming.isdisjoint(request.page_keys):
+                continue
+            shared = self.pool.find(request.page_keys[: (request.num_tokens - 1) // self.pool.page_size])
+            missing = self.pool.pages_for(request.num_tokens) - len(shared)
+            # A page kept for each running request: who takes the last ones is preempted again within a few steps.
+            if missing + len(self.running) > self.pool.num_free_without(shared):
+                return None
+            if self._hold_pictures(request):
+                self._start(request, shared, missing)
+                return request
+            if self.running:
+                return None
+            # Nobody is left to give pictures up but preempted requests, further down in the queue: they go on first.
+        return None
+
+    def _start(self, request: Request, shared: list[int], missing: int) -> None:
+        self.pool.share(shared)
+        request.pages = shared + self.pool.allocate(missing)
+        request.num_computed = len(shared) * self.pool.page_size
+        self.prefix_hit_tokens += request.num_computed
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
         request.status = Status.RUNNING
-        self.running.append(request)
-        return True
+        self.waiting.remove(request)
+        insort(self.running, request, key=_RANK)
+
+    def _hold_pictures(self, request: Request) -> bool:
+        """Whether there is room for the request's pictures; a preempted one still has them."""
+        return request.num_cached is not None or self.pictures.hold(request.images)
+
+    def _extend_keys(self, request: Request) -> None:
+        if self.keys is not None:
+            self.keys.extend(request)
+
+    def _coming_keys(self, request: Request) -> list[bytes]:
+        """Names of the pages that a request has yet to compute, but for one that its answer is still filling."""
+        return request.page_keys[request.num_computed // self.pool.page_size :]
+
+    def _name_pages(self, chunk: Chunk) -> None:
+        """Make the pages that a chunk has filled known."""
+        request, size = chunk.request, self.pool.page_size
+        self._extend_keys(request)
+        for index in range(chunk.start // size, min(chunk.end // size, len(request.page_keys))):
+            self.pool.name(request.pages[index], request.page_keys[index])
 
     def _plan_prefill(self, plan: StepPlan, request: Request, tokens: int, tiles: int) -> tuple[int, int]:
         """Plan the request's next chunk and the tiles it needs; returns what is left of both budgets."""
         start = request.num_computed
         end = min(request.num_tokens, start + tokens)
         for image in request.images:
-            if image.end <= start or image.start >= end or image.encoded_tiles == image.num_tiles:
+            picture = image.picture
+            if picture is None or image.end <= start or image.start >= end:
                 continue
-            last = min(image.num_tiles, image.encoded_tiles + tiles)
-            if last > image.encoded_tiles:
-                plan.encodes.append(EncodeTiles(request, image, image.encoded_tiles, last))
-                tiles -= last - image.encoded_tiles
-            if last < image.num_tiles:
-                end = image.start
+            first = plan.encoded_tiles(picture)
+            last = min(picture.num_tiles, first + tiles)
+            if last > first:
+                plan.encodes.append(EncodeTiles(request, picture, first, last))
+                tiles -= last - first
+            if last < picture.num_tiles:
+                end = max(start, image.start)
                 break
         if end > start:
             plan.prefills.append(Chunk(request, start, end, samples=end == request.num_tokens))
         return tokens - (end - start), tiles
 
     def _release(self, request: Request, status: Status) -> None:
-        """Return the pages; what was computed in them is to be computed again, images included."""
+        """Return the pages; what was computed in them is to be computed again, unless it is still found."""
         self.pool.free(request.pages)
         request.pages = []
         request.num_computed = 0
-        for image in request.images:
-            image.encoded_tiles = 0
         request.status = status

@@ -17,7 +17,9 @@ def engine_config(variant: str, **settings: Any) -> EngineConfig:
     return EngineConfig(model_path=str(checkpoint(variant)), **{"kv_cache_tokens": 8192, **settings})
 
 
-def case_request(variant: str, name: str, *, request_id: str | None = None, **sampling: Any) -> EngineRequest:
+def case_request(
+    variant: str, name: str, *, request_id: str | None = None, cache_salt: str = "", **sampling: Any
+) -> EngineRequest:
     """One of the recorded prompts; greedy and past eos, as it was recorded, unless `sampling` says otherwise."""
     case = cases(variant)[0][name]
     params = {"max_tokens": len(case["greedy_tokens"]), "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -26,6 +28,7 @@ def case_request(variant: str, name: str, *, request_id: str | None = None, **sa
         token_ids=case["input_ids"],
         images=list(_images(variant, name)),
         sampling=SamplingParams(**params),
+        cache_salt=cache_salt,
     )
 
 

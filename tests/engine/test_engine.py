@@ -77,15 +77,21 @@ def test_a_small_tile_budget_changes_nothing() -> None:
     assert engine.stats().tiles_encoded == 7 + 4 + 2
 
 
-def test_preempted_image_requests_are_encoded_again_and_change_nothing() -> None:
-    """15 pages hold two such prompts, but not their answers: 434 tokens take 7 pages, 448 are full."""
-    engine = make_engine(kv_cache_tokens=15 * 64, max_model_len=15 * 64)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_image_requests_keep_their_picture_and_change_nothing(prefix_caching: bool) -> None:
+    """15 pages hold two such prompts, but not their answers: 434 tokens take 7 pages, 448 are full.
+
+    Each request has a picture of its own, and the vision cache has room for two of them.
+    """
+    config = dict(kv_cache_tokens=15 * 64, max_model_len=15 * 64, vision_cache_bytes=0, prefix_caching=prefix_caching)
+    engine = make_engine(**config)
     requests = [
-        case_request(VARIANT, "image_rgba", request_id=str(i), temperature=0.7 * (i % 2), seed=i) for i in range(5)
+        case_request(VARIANT, "image_rgba", request_id=str(i), temperature=0.7 * (i % 2), seed=i, cache_salt=str(i))
+        for i in range(5)
     ]
     events = run_all(engine, requests)
     assert engine.stats().preemptions > 0
-    assert engine.stats().tiles_encoded > 10
+    assert engine.stats().tiles_encoded == 10
     large = make_engine()
     assert {name: tokens_of(found) for name, found in events.items()} == {
         request.request_id: tokens_of(run_all(large, [request])[request.request_id]) for request in requests
@@ -130,7 +136,7 @@ def test_aborts_in_every_state_free_pages_and_leave_the_others_alone(alone: dict
         r.request_id: alone[r.request_id] for r in bystanders
     }
     assert engine.abort("victim 0") is None
-    assert engine.runner._features == {}
+    assert engine.runner._features.keys() == engine.pictures._kept.keys()
 
 
 def test_requests_join_between_steps(alone: dict[str, list[int]]) -> None:
@@ -197,7 +203,7 @@ def test_a_failure_ends_the_request_it_belongs_to_alone(culprit: str, alone: dic
     # Penalised requests count a step's token when it is sampled, so a repeated step must not count it twice.
     assert {name: tokens_of(found) for name, found in events.items()} == expected
     assert engine.stats().failed_requests == 1
-    assert engine.runner._features == {}
+    assert engine.runner._features.keys() == engine.pictures._kept.keys()
 
 
 def test_logits_that_are_not_numbers_fail_their_request(alone: dict[str, list[int]]) -> None:

@@ -211,7 +211,7 @@ def test_bodies_over_the_limit(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("value", [None, "Bearer wrong", "Bearer é", "Basic eDp5"])
 def test_missing_or_wrong_key(server_url: str, value: str | None) -> None:
-    headers = {} if value is None else {"Authorization": value.encode()}
+    headers = [] if value is None else [(b"Authorization", value.encode())]
     for path in (CHAT, "/v1/models", "/docs", "/nowhere"):
         response = httpx.post(f"{server_url}{path}", headers=headers, json=chat_body("x"))
         assert refused(response, 401)["code"] == "invalid_api_key"

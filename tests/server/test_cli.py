@@ -18,9 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from server.cli import app
 from server.serve import BackgroundServer

@@ -23,7 +23,7 @@ def stats(client: httpx.Client) -> dict[str, Any]:
 
 def idle(client: httpx.Client) -> bool:
     gauges = stats(client)
-    return gauges["running"] == gauges["waiting"] == 0
+    return (gauges["running"], gauges["waiting"]) == (0, 0)
 
 
 def send_request(url: str, body: dict[str, Any]) -> socket.socket:

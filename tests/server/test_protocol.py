@@ -126,6 +126,24 @@ def test_error_messages_do_not_repeat_long_input() -> None:
     assert len(error.message) < 1100
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"f{number}": 1 for number in range(100_000)},
+        {"logit_bias": {f"f{number}": "x" for number in range(100_000)}},
+        {"stop_token_ids": ["x"] * 100_000},
+        {"stop": [1] * 100_000},
+        {"messages": [1] * 100_000},
+        {"messages": [{"role": "user", "content": [1] * 100_000}]},
+    ],
+    ids=["unknown", "logit_bias", "stop_token_ids", "stop", "messages", "content"],
+)
+def test_many_faults_are_one_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate_json(json.dumps({"model": "m", "messages": HI, **fields}))
+    assert caught.value.error_count() == 1
+
+
 def test_null_means_not_given() -> None:
     fields = [name for name in ChatRequest.model_fields if name not in ("model", "messages")]
     assert chat(**dict.fromkeys(fields)) == chat()
@@ -164,7 +182,7 @@ def test_forms_of_content() -> None:
 
 
 def test_an_answer_of_the_api_can_be_sent_back() -> None:
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "a",
         "refusal": None,
