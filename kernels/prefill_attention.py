@@ -14,9 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+try:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
 
 def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, query_lens: list[int], key_lens: list[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_lens: list[int],
+    key_lens: list[int],
+    cu_query_lens: Tensor,
+    cu_key_lens: Tensor,
+    scale: float,
 ) -> Tensor:
     """[T, heads, v_dim] in query's dtype; shapes as in this file's head.
 
@@ -26,7 +39,29 @@ def prefill_attention(
         raise ValueError(
             f"{len(query)} queries and {len(key)} keys for lengths that add up to {sum(query_lens)} and {sum(key_lens)}"
         )
-    return prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
+    if flash_attn_varlen_func is None or not _fits_flash(query):
+        return prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
+    out: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=cu_query_lens,
+        cu_seqlens_k=cu_key_lens,
+        max_seqlen_q=max(query_lens),
+        max_seqlen_k=max(key_lens),
+        softmax_scale=scale,
+        causal=True,
+    )[0]
+    return out
+
+
+def _fits_flash(query: Tensor) -> bool:
+    """flash_attn.cute serves 16-bit numbers on Hopper and newer."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(query.device)[0] >= 9
+    )
 
 
 def prefill_attention_reference(

@@ -8,10 +8,17 @@
 
 hidden [T, hidden_size] any float dtype, weight float32 [experts, hidden_size].
 Cost: T * experts * hidden_size multiply-adds; the weight read once.
+
+The Triton form takes two launches: the logits, and, a program a token, the choice. It serves one group.
 """
 
 import torch
 from torch import Tensor
+
+from kernels.lang import tl, triton, use_triton
+
+_MOST_CHOICES = 16
+"""Experts a token that the Triton form can choose."""
 
 
 def route(
@@ -28,6 +35,11 @@ def route(
     topk_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Chosen experts int64 [T, topk], in no defined order, and their weights float32 [T, topk]."""
+    if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc") and topk <= _MOST_CHOICES:
+        bias = correction_bias if method == "noaux_tc" else None
+        return route_triton(
+            hidden, weight, bias, topk=topk, scoring=scoring, normalize=normalize, scaling_factor=scaling_factor
+        )
     logits = hidden.float() @ weight.t()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     if method == "greedy":
@@ -57,3 +69,100 @@ def _best_in_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, topk
     # The reference gives experts outside the chosen groups the score 0.0, not minus infinity.
     masked = scores.masked_fill(~allowed.repeat_interleave(experts_per_group, dim=-1), 0.0)
     return masked.topk(topk, dim=-1, sorted=False).indices
+
+
+def route_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    correction_bias: Tensor | None,
+    *,
+    topk: int,
+    scoring: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, experts = len(hidden), len(weight)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=hidden.device)
+    grid = (tokens, triton.cdiv(experts, 8))
+    _logits[grid](hidden, weight, logits, experts, hidden.shape[1], EXPERTS=8, CHUNK=512, num_warps=4)
+    chosen = torch.empty(tokens, topk, dtype=torch.int64, device=hidden.device)
+    weights = torch.empty(tokens, topk, dtype=torch.float32, device=hidden.device)
+    _choose[(tokens,)](
+        logits,
+        correction_bias if correction_bias is not None else logits,
+        chosen,
+        weights,
+        experts,
+        scaling_factor,
+        TOPK=topk,
+        EXPERTS=triton.next_power_of_2(experts),
+        SOFTMAX=scoring == "softmax",
+        BIASED=correction_bias is not None,
+        NORMALIZE=normalize and topk > 1,
+        CHOICES=_MOST_CHOICES,
+        num_warps=1,
+    )
+    return chosen, weights
+
+
+@triton.jit
+def _logits(hidden, weight, logits, experts, width, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """A few experts' logits of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    present = expert < experts
+    acc = tl.zeros((EXPERTS, CHUNK), tl.float32)
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        x = tl.load(hidden + token * width + column, mask=column < width, other=0.0).to(tl.float32)
+        w = tl.load(
+            weight + expert[:, None] * width + column[None, :],
+            mask=present[:, None] & (column < width)[None, :],
+            other=0.0,
+        )
+        acc += w * x[None, :]
+    tl.store(logits + token * experts + expert, tl.sum(acc, 1), mask=present)
+
+
+@triton.jit
+def _choose(
+    logits,
+    bias,
+    chosen,
+    weights,
+    experts,
+    scaling_factor,
+    TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """The TOPK best experts of one token; of equals, the lowest number."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    present = expert < experts
+    x = tl.load(logits + token * experts + expert, mask=present, other=float("-inf"))
+    if SOFTMAX:
+        exponent = tl.exp(x - tl.max(x, 0))
+        scores = exponent / tl.sum(exponent, 0)
+    else:
+        scores = tl.where(present, 1 / (1 + tl.exp(-x)), 0.0)
+    rating = scores
+    if BIASED:
+        rating += tl.load(bias + expert, mask=present, other=0.0)
+    rating = tl.where(present, rating, float("-inf"))
+    total = 0.0
+    for place in tl.static_range(TOPK):
+        best = tl.argmax(rating, 0)
+        score = tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        total += score
+        rating = tl.where(expert == best, float("-inf"), rating)
+        tl.store(chosen + token * TOPK + place, best.to(tl.int64))
+        tl.store(weights + token * TOPK + place, score * scaling_factor)
+    if NORMALIZE:
+        place = tl.arange(0, CHOICES)
+        tl.debug_barrier()
+        values = tl.load(weights + token * TOPK + place, mask=place < TOPK)
+        tl.store(weights + token * TOPK + place, values / (total + 1e-20), mask=place < TOPK)

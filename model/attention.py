@@ -7,11 +7,13 @@ over their sequence's rows gathered from the pages, so that chunks and cached co
 import torch
 from torch import Tensor, nn
 
+from kernels.head_linear import head_linear
+from kernels.latent_write import write_latents
 from kernels.mha_decode import mha_decode
 from kernels.mla_decode import mla_decode
 from kernels.prefill_attention import prefill_attention
-from kernels.rope_cache import apply_rope_half, apply_rope_interleaved, read_rows, write_rows
-from model.batch import Batch
+from kernels.rope_cache import apply_rope_half, read_rows, write_rows
+from model.batch import Batch, DecodeRows, PrefillRows
 from model.config import LanguageConfig
 from model.norm import RMSNorm
 
@@ -45,53 +47,49 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, kv_cache: Tensor) -> Tensor:
         """hidden_states [T, hidden_size], rotary cos and sin [T, rope / 2], kv_cache [pages, PAGE_SIZE, row]."""
-        query, latent, key_rope = self.q_kv_a_proj(hidden_states).split((self.query_rows, self.rank, self.rope), dim=-1)
+        query, latent = self.q_kv_a_proj(hidden_states).split((self.query_rows, self.rank + self.rope), dim=-1)
         if self.low_rank_query:
             query = self.q_b_proj(self.q_a_layernorm(query))
         query = query.unflatten(-1, (self.heads, self.nope + self.rope))
-        query_nope, query_rope = query[..., : self.nope], apply_rope_interleaved(query[..., self.nope :], *rotary)
-        key_rope = apply_rope_interleaved(key_rope[:, None], *rotary)[:, 0]
-        write_rows(kv_cache, batch.slots, torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1))
-
+        norm = self.kv_a_layernorm
+        write_latents(query, latent, norm.weight, rotary, kv_cache, batch.slots, rope=self.rope, eps=norm.eps)
         num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
         parts = []
         if batch.decode is not None:
-            parts.append(self._decode(query_nope[:num_decodes], query_rope[:num_decodes], batch, kv_cache))
+            parts.append(self._decode(query[:num_decodes], batch.decode, kv_cache))
         if batch.prefill is not None:
-            parts.append(self._prefill(query_nope[num_decodes:], query_rope[num_decodes:], batch, kv_cache))
+            parts.append(self._prefill(query[num_decodes:], batch.prefill, kv_cache))
         output: Tensor = self.o_proj(torch.cat(parts).flatten(1))
         return output
 
-    def _decode(self, query_nope: Tensor, query_rope: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """[B, heads, value]"""
-        assert batch.decode is not None
-        key_weight, value_weight = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(
-            (self.nope, self.value), dim=1
-        )
-        absorbed = torch.einsum("bhn,hnr->bhr", query_nope, key_weight)
+    def _decode(self, query: Tensor, rows: DecodeRows, kv_cache: Tensor) -> Tensor:
+        """query [B, heads, nope + rope], rotated, to [B, heads, value]."""
+        expansion = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
+        key_weight, value_weight = expansion.split((self.nope, self.value), dim=1)
         attended = mla_decode(
-            torch.cat((absorbed, query_rope), dim=-1),
+            head_linear(query[..., : self.nope], key_weight),
+            query[..., self.nope :],
             kv_cache,
-            batch.decode.block_table,
-            batch.decode.context_lens,
-            rank=self.rank,
+            rows.block_table,
+            rows.context_lens,
             scale=self.scale,
         )
-        return torch.einsum("bhr,hvr->bhv", attended, value_weight)
+        return head_linear(attended, value_weight.transpose(1, 2))
 
-    def _prefill(self, query_nope: Tensor, query_rope: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """[rows of prefill, heads, value]"""
-        assert batch.prefill is not None
-        latent, key_rope = read_rows(kv_cache, batch.prefill.key_slots).split((self.rank, self.rope), dim=-1)
+    def _prefill(self, query: Tensor, rows: PrefillRows, kv_cache: Tensor) -> Tensor:
+        """query [rows of prefill, heads, nope + rope], rotated, to [rows of prefill, heads, value]."""
+        latent, key_rope = read_rows(kv_cache, rows.key_slots).split((self.rank, self.rope), dim=-1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
         key_nope, value = expanded.split((self.nope, self.value), dim=-1)
         key = torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1)
         return prefill_attention(
-            torch.cat((query_nope, query_rope), dim=-1),
+            query,
             key,
             value,
-            query_lens=batch.prefill.query_lens,
-            key_lens=batch.prefill.key_lens,
+            query_lens=rows.query_lens,
+            key_lens=rows.key_lens,
+            cu_query_lens=rows.cu_query_lens,
+            cu_key_lens=rows.cu_key_lens,
             scale=self.scale,
         )
 
@@ -126,6 +124,8 @@ class MultiHeadAttention(nn.Module):
                     rows[:, 1],
                     query_lens=batch.prefill.query_lens,
                     key_lens=batch.prefill.key_lens,
+                    cu_query_lens=batch.prefill.cu_query_lens,
+                    cu_key_lens=batch.prefill.cu_key_lens,
                     scale=self.scale,
                 )
             )

@@ -19,6 +19,7 @@ from torch import Tensor
 from model import batch as model_batch
 from model.batch import PAGE_SIZE, Batch, build_batch
 from model.checkpoint import load_model, resolve_model
+from server.engine.graphs import DecodeGraphs
 from server.engine.request import TILE_SHAPE, EngineConfig, EngineInfo, Picture, Request, SamplingParams
 from server.engine.sampler import Sampled, Sampler
 from server.engine.scheduler import Chunk, EncodeTiles, StepPlan
@@ -55,7 +56,7 @@ class Runner:
             dtype=self.dtype,
             load_format=config.load_format,
             seed=config.seed,
-            progress=False,
+            progress=True,
         )
         language = self.model.config.language
         self.row_shape = (PAGE_SIZE, language.kv_row_size)
@@ -64,6 +65,7 @@ class Runner:
         self.sampler = Sampler(config.max_num_seqs, language.vocab_size, language.eos_token_id, self.device)
         self._features: dict[bytes, PictureFeatures] = {}  # by the picture's key
         self.kv_cache: list[Tensor] = []
+        self.graphs: DecodeGraphs | None = None
 
         positions = language.max_position_embeddings
         max_model_len = config.max_model_len or positions
@@ -73,6 +75,7 @@ class Runner:
         if self.num_pages * PAGE_SIZE < max_model_len:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
         self._take_pages(self.num_pages)
+        self.graphs = self._capture_graphs(max_model_len)
         self.info = EngineInfo(
             max_model_len=min(max_model_len, self.num_pages * PAGE_SIZE),
             max_num_seqs=config.max_num_seqs,
@@ -141,7 +144,9 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
-        if plan.chunks:
+        if self.graphs is not None and plan.decodes and not plan.prefills:
+            logits = self.graphs.run([_model_chunk(chunk) for chunk in plan.decodes])
+        elif plan.chunks:
             logits = self.model(self._batch(plan), self.kv_cache)
         else:
             logits = torch.empty(0, self.sampler.vocab_size, device=self.device)
@@ -215,10 +220,24 @@ class Runner:
         torch.cuda.empty_cache()
         return step_bytes
 
+    def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+        """Decode graphs on CUDA; their memory comes out of what gpu_memory_utilization leaves free."""
+        if self.device.type == "cpu":
+            return None
+        return DecodeGraphs(
+            self.model,
+            self.kv_cache,
+            max_num_seqs=self.config.max_num_seqs,
+            max_pages=_pages_for(max_model_len),
+            progress=True,
+        )
+
     def _take_pages(self, count: int) -> None:
+        # One page more than the pool knows, for the padding rows of graphs.
         # Zeros, not whatever was there: a NaN in a row that attention masks out would still poison the sum.
         self.kv_cache = [
-            torch.zeros(count, *self.row_shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)
+            torch.zeros(count + 1, *self.row_shape, dtype=self.dtype, device=self.device)
+            for _ in range(self.num_layers)
         ]
 
     @torch.inference_mode()
@@ -229,7 +248,7 @@ class Runner:
         """
         tokens = min(self.config.prefill_chunk_tokens, max_model_len)
         sampling = SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1)
-        pages = list(range(len(self.kv_cache[0])))
+        pages = list(range(_pages_for(max_model_len)))
         requests = [
             Request(f"rehearsal {i}", [0] * max_model_len, sampling, seed=i, pages=pages)
             for i in range(self.config.max_num_seqs)

@@ -39,7 +39,8 @@ def test_mla_decode_equals_a_plain_softmax_for_any_lengths() -> None:
     sequences = [torch.randn(n, rank + rope) for n in LENGTHS]
     query = torch.randn(len(LENGTHS), heads, rank + rope)
     kv_cache, table = scatter(sequences, rank + rope)
-    out = mla_decode(query, kv_cache, table, torch.tensor(LENGTHS, dtype=torch.int32), rank=rank, scale=scale)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    out = mla_decode(query[..., :rank], query[..., rank:], kv_cache, table, lengths, scale=scale)
     expected = torch.stack(
         [
             torch.stack([attend(q, rows, rows[:, :rank], scale) for q in qs])
@@ -63,13 +64,26 @@ def test_mha_decode_equals_a_plain_softmax_for_any_lengths() -> None:
             torch.testing.assert_close(out[index, head].double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def running_sum(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
 @pytest.mark.parametrize(("query_lens", "key_lens"), [([5], [5]), ([3, 1, 7], [3, 9, 20]), ([64, 64], [64, 128])])
 def test_prefill_attention_is_causal_at_the_bottom_right(query_lens: list[int], key_lens: list[int]) -> None:
     torch.manual_seed(3)
     heads, qk_dim, v_dim, scale = 2, 12, 8, 0.4
     query = torch.randn(sum(query_lens), heads, qk_dim)
     key, value = torch.randn(sum(key_lens), heads, qk_dim), torch.randn(sum(key_lens), heads, v_dim)
-    out = prefill_attention(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
+    out = prefill_attention(
+        query,
+        key,
+        value,
+        query_lens=query_lens,
+        key_lens=key_lens,
+        cu_query_lens=running_sum(query_lens),
+        cu_key_lens=running_sum(key_lens),
+        scale=scale,
+    )
     row = 0
     for n, (num_queries, num_keys) in enumerate(zip(query_lens, key_lens, strict=True)):
         first = sum(key_lens[:n])
@@ -84,4 +98,13 @@ def test_prefill_attention_is_causal_at_the_bottom_right(query_lens: list[int], 
 def test_prefill_attention_refuses_lengths_that_do_not_add_up() -> None:
     x = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match="add up"):
-        prefill_attention(x, x, x, query_lens=[3], key_lens=[4], scale=1.0)
+        prefill_attention(
+            x,
+            x,
+            x,
+            query_lens=[3],
+            key_lens=[4],
+            cu_query_lens=running_sum([3]),
+            cu_key_lens=running_sum([4]),
+            scale=1.0,
+        )

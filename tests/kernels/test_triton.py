@@ -1,0 +1,125 @@
+"""The Triton kernels against their torch references: interpreted in float32 on a CPU, compiled where there is a GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import mla_decode as mla_decode_module
+from kernels.head_linear import head_linear_reference, head_linear_triton
+from kernels.latent_write import write_latents_reference, write_latents_triton
+from kernels.mla_decode import mla_decode_reference, mla_decode_triton, num_splits
+from kernels.moe import Tiles, moe_experts_reference, moe_experts_triton
+from kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from kernels.router import route, route_triton
+from tests.kernels.test_decode import LENGTHS, scatter
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        yield
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+def test_mla_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    """Lengths from 0 to several pages in one batch, unused rows of pages NaN, heads that fill no whole block."""
+    monkeypatch.setattr(mla_decode_module, "num_splits", lambda batch, longest: splits)
+    heads, rank, rope = 20, 64, 16
+    sequences = [torch.randn(n, rank + rope) for n in LENGTHS]
+    with torch.device("cpu"):
+        kv_cache, table = scatter([rows.cpu() for rows in sequences], rank + rope)
+    kv_cache, table = kv_cache.to(DEVICE), table.to(DEVICE)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    latent = torch.randn(len(LENGTHS), heads, rank)
+    query_rope = torch.randn(len(LENGTHS), heads, 48)[..., 32:]  # a strided part, as attention passes it
+    arguments = (latent, query_rope, kv_cache, table, lengths)
+    out = mla_decode_triton(*arguments, scale=0.1)
+    assert_near(out, mla_decode_reference(*arguments, scale=0.1))
+    assert (out[LENGTHS.index(0)] == 0).all()
+
+
+def test_splits_fill_the_device_but_not_for_a_handful_of_tokens() -> None:
+    assert num_splits(1, 4096) == 32
+    assert num_splits(1, 64) == 1
+    assert num_splits(64, 4096) == 5
+    assert num_splits(1000, 4096) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 70])
+@pytest.mark.parametrize("routing", ["random", "one expert"])
+def test_experts_with_any_number_of_tokens(tokens: int, routing: str) -> None:
+    hidden_size, inner, experts, topk = 96, 56, 11, 3
+    hidden = torch.randn(tokens, hidden_size)
+    gate_up, down = torch.randn(experts, 2 * inner, hidden_size) / 10, torch.randn(experts, hidden_size, inner) / 10
+    ids = torch.rand(tokens, experts).topk(topk).indices
+    if routing == "one expert":
+        ids[:] = 4
+    arguments = (hidden, gate_up, down, ids, torch.rand(tokens, topk))
+    assert_near(moe_experts_triton(*arguments), moe_experts_reference(*arguments))
+    tiles = Tiles(rows=32, columns=16, depth=32, warps=4, stages=2)
+    assert_near(moe_experts_triton(*arguments, tiles=(tiles, tiles)), moe_experts_reference(*arguments))
+
+
+@pytest.mark.parametrize(("scoring", "biased", "normalize"), [("softmax", False, False), ("sigmoid", True, True)])
+def test_router_chooses_and_weighs_as_the_reference(scoring: str, biased: bool, normalize: bool) -> None:
+    hidden, weight = torch.randn(9, 600), torch.randn(11, 600) / 20
+    bias = torch.randn(11) / 3 if biased else None
+    settings = {"topk": 3, "scoring": scoring, "normalize": normalize, "scaling_factor": 2.0}
+    chosen, weights = route_triton(hidden, weight, bias, **settings)  # type: ignore[arg-type]
+    on_cpu = [tensor if tensor is None else tensor.cpu() for tensor in (hidden, weight, bias)]
+    method = "noaux_tc" if biased else "greedy"
+    expected, expected_weights = route(*on_cpu, method=method, num_groups=1, topk_groups=1, **settings)  # type: ignore[arg-type]
+    order, expected_order = chosen.argsort(-1), expected.argsort(-1)
+    assert torch.equal(chosen.gather(-1, order).cpu(), expected.gather(-1, expected_order))
+    assert_near(weights.gather(-1, order).cpu(), expected_weights.gather(-1, expected_order))
+
+
+def test_router_takes_the_first_of_equals() -> None:
+    settings = {"topk": 3, "scoring": "softmax", "normalize": False, "scaling_factor": 1.0}
+    chosen, weights = route_triton(torch.zeros(2, 64), torch.zeros(8, 64), None, **settings)  # type: ignore[arg-type]
+    assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert_near(weights, torch.full((2, 3), 1 / 8))
+
+
+def test_norms_of_widths_that_are_no_power_of_two() -> None:
+    x, residual, weight = torch.randn(5, 100), torch.randn(5, 100), torch.randn(100)
+    normed, total = add_rms_norm_triton(x, residual, weight, 1e-6)
+    assert_near(total, x + residual)
+    assert_near(normed, rms_norm_reference(x + residual, weight, 1e-6))
+    strided = x[:, :50]
+    assert_near(rms_norm_triton(strided, weight[:50], 1e-6), rms_norm_reference(strided, weight[:50], 1e-6))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+def test_head_linear_of_strided_inputs_and_transposed_weights(tokens: int) -> None:
+    weight = torch.randn(5, 32 + 40, 64)
+    x = torch.randn(tokens, 5, 48)[..., :32]
+    assert_near(head_linear_triton(x, weight[:, :32]), head_linear_reference(x, weight[:, :32]))
+    y, transposed = torch.randn(tokens, 5, 64), weight[:, 32:].transpose(1, 2)
+    assert_near(head_linear_triton(y, transposed), head_linear_reference(y, transposed))
+
+
+def test_latents_are_normed_rotated_and_written() -> None:
+    tokens, heads, nope, rope, rank = 9, 5, 32, 16, 64
+    projected = torch.randn(tokens, heads * (nope + rope) + rank + rope)
+    weight, rotary = torch.randn(rank), (torch.randn(tokens, rope // 2), torch.randn(tokens, rope // 2))
+    slots = torch.randperm(192)[:tokens]
+    results = []
+    for write in (write_latents_triton, write_latents_reference):
+        rows, kv_cache = projected.clone(), torch.zeros(3, 64, rank + rope)
+        query = rows[:, : heads * (nope + rope)].unflatten(-1, (heads, nope + rope))
+        write(query, rows[:, heads * (nope + rope) :], weight, rotary, kv_cache, slots, rope=rope, eps=1e-6)
+        results.append((rows, kv_cache))
+    (rows, kv_cache), (expected_rows, expected_cache) = results
+    assert_near(rows, expected_rows)
+    assert_near(kv_cache, expected_cache)
