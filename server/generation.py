@@ -169,6 +169,8 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
     try:
         async with aclosing(engine.generate(job.request)) as events:
             async for event in events:
+                # The engine has the pictures by now; choices share them, and all are sent before the first event comes.
+                job.request.images.clear()
                 if event.finish_reason == "error":
                     message = f"The engine could not finish this request: {event.error}"
                     raise APIError(500, message, code="engine_error")
