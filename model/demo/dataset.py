@@ -135,6 +135,11 @@ class Plan:
     tiles: int = 240
     chunk_tiles: int = 24
 
+    def __post_init__(self) -> None:
+        most = max(kind.tiles for kind in KINDS.values())
+        if self.tiles < most:
+            raise ValueError(f"a step needs at least {most} tiles, one row of the largest kind, not {self.tiles}")
+
     def rows(self, kind: Kind) -> int:
         """Rows of a batch. Every kind's has the same number of tiles, if the budget is a multiple of 30."""
         return self.tiles // kind.tiles

@@ -153,7 +153,6 @@ class Wording:
                 ids += self._known[part]
         return ids
 
-
     def weights(self, ids: Sequence[int]) -> list[int]:
         """How much each token of an answer counts in training, in tenths.
 

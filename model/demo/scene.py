@@ -107,5 +107,3 @@ def local_scale(size: tuple[int, int]) -> float:
     """Pixels of the local view a pixel of the picture."""
     columns, rows = tile_grid(size, CANDIDATES, tiled=True)
     return min(columns * TILE_SIZE / size[0], rows * TILE_SIZE / size[1])
-
-

@@ -1,7 +1,6 @@
 """The dense forward of training computes what the serving path computes."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
