@@ -82,20 +82,23 @@ class Report:
 
     def check_memory(self) -> None:
         """Compare the second quarter of the time with the last."""
-        quarter = len(self.memory) // 4
-        if quarter < 1:
+        if len(self.memory) < 4:
             return
-        before = statistics.median(self.memory[quarter : 2 * quarter])
-        after = statistics.median(self.memory[-quarter:])
+        _, before, _, after = self._quarters()
         if after > 1.1 * before + MEMORY_SLACK_MIB:
             self.problems.append(f"memory grew from {before:.0f} to {after:.0f} MiB")
+
+    def _quarters(self) -> list[float]:
+        """The median of each quarter of the time."""
+        count = len(self.memory)
+        return [statistics.median(self.memory[i * count // 4 : (i + 1) * count // 4] or [0.0]) for i in range(4)]
 
     def print(self) -> None:
         for outcome, count in sorted(self.outcomes.items()):
             print(f"{count:8d}  {outcome}")
         if self.memory:
-            first, last = self.memory[0], self.memory[-1]
-            print(f"memory: {first:.0f} MiB at first, {last:.0f} at the end, {max(self.memory):.0f} at most")
+            quarters = ", ".join(f"{megabytes:.0f}" for megabytes in self._quarters())
+            print(f"memory: {quarters} MiB (medians of the quarters of the time), {max(self.memory):.0f} at most")
         for problem in self.problems[:20]:
             print(f"WRONG: {problem}")
         print(f"{self.sent} requests, {len(self.problems)} problems")
@@ -204,7 +207,7 @@ class _Soak:
             [
                 {**self._question(chance), "max_tokens": self._limit},
                 self._chat("long " * self._limit, []),
-                self._chat("many", [self._pictures[0]] * 200),
+                self._chat("many", [self._pictures[0]] * 40),
                 {**self._question(chance), "n": 100_000},
             ]
         )
