@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from model.tokenizer import Tokenizer
 from server.engine.client import EngineClient
-from server.engine.request import EngineDeadError, EngineRequest, RequestRejected, SamplingParams
+from server.engine.request import EngineDeadError, EngineRequest, Grammar, RequestRejected, SamplingParams
 from server.errors import APIError
 from server.prepare import PreparedPrompt
 from server.protocol import INT64_MAX, GenerationRequest, Usage
@@ -53,6 +53,7 @@ def make_jobs(
     max_tokens: int,
     logprobs: int | None,
     vocab_size: int,
+    grammar: Grammar | None = None,
 ) -> list[Job]:
     """The n choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
 
@@ -81,6 +82,7 @@ def make_jobs(
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
+            grammar=grammar,
         )
         decoder = AnswerDecoder(
             tokenizer,

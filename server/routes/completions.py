@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from model.tokenizer import Tokenizer
+from server.engine.request import Grammar
 from server.generation import Answer, Generation, Job, collect, make_jobs, usage
 from server.prepare import PreparedPrompt, answer_room
 from server.protocol import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, CompletionRequest, Usage
@@ -26,8 +27,13 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     service.check_alive()
     prompts = [await until_disconnect(request, service.preparer.completion(prompt)) for prompt in body.prompt]
+    grammar = await until_disconnect(request, service.preparer.grammar(None, body.structured_outputs))
     form = _Form(body, prompts, service.tokenizer)
-    jobs = [job for index, prompt in enumerate(prompts) for job in _jobs(service, body, prompt, form.identity, index)]
+    jobs = [
+        job
+        for index, prompt in enumerate(prompts)
+        for job in _jobs(service, body, prompt, grammar, f"{form.identity}-{index}")
+    ]
     if body.stream:
         generation = Generation(service.engine, jobs)
         await until_disconnect(request, generation.begin())
@@ -35,7 +41,9 @@ async def completions(request: Request) -> Response:
     return json_response(form.whole(await until_disconnect(request, collect(service.engine, jobs))))
 
 
-def _jobs(service: Service, body: CompletionRequest, prompt: PreparedPrompt, identity: str, index: int) -> list[Job]:
+def _jobs(
+    service: Service, body: CompletionRequest, prompt: PreparedPrompt, grammar: Grammar | None, identity: str
+) -> list[Job]:
     max_tokens = answer_room(
         prompt, service.max_model_len, wanted=body.max_tokens, least=body.min_tokens, param="prompt"
     )
@@ -43,10 +51,11 @@ def _jobs(service: Service, body: CompletionRequest, prompt: PreparedPrompt, ide
         body,
         prompt,
         service.tokenizer,
-        request_id=f"{identity}-{index}",
+        request_id=identity,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
+        grammar=grammar,
     )
 
 
