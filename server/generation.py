@@ -8,12 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from model.tokenizer import Tokenizer
+from server.answers import PromptTokensDetails, Usage
 from server.engine.client import EngineClient
 from server.engine.request import EngineDeadError, EngineRequest, Grammar, RequestRejected, SamplingParams
 from server.errors import APIError
+from server.grounding import Span
 from server.prepare import PreparedPrompt
-from server.protocol import INT64_MAX, GenerationRequest, Usage
-from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken, visible_tokens
+from server.protocol import INT64_MAX, GenerationRequest
+from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken
 
 # Deltas that wait for a slow reader before the choices' tasks wait with them.
 QUEUED_DELTAS = 64
@@ -35,6 +37,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    cached_tokens: int | None = None
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -42,6 +46,9 @@ class Answer:
         self.scored += delta.scored
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
+            self.spans = delta.spans
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
 
 
 def make_jobs(
@@ -86,7 +93,8 @@ def make_jobs(
         )
         decoder = AnswerDecoder(
             tokenizer,
-            shows=visible_tokens(tokenizer, prompt.token_ids, body.skip_special_tokens),
+            skip_special_tokens=body.skip_special_tokens,
+            grounding=bool(prompt.image_sizes),
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             min_tokens=body.min_tokens,
@@ -191,11 +199,38 @@ async def collect(engine: EngineClient, jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
-def usage(prompts: Sequence[PreparedPrompt], completion_tokens: int) -> Usage:
-    """Counts for an answer: each prompt once, however many choices it has."""
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )
+class Tally:
+    """Counts tokens for the usage: each prompt once, however many choices it has, and every choice's own.
+
+    `num_choices` belong to each prompt: choice i to prompt i // num_choices.
+    """
+
+    def __init__(self, prompts: Sequence[PreparedPrompt], num_choices: int) -> None:
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._num_choices = num_choices
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}  # by prompt
+
+    def add(self, choice: int, piece: Delta | Answer) -> None:
+        """Count a piece of a choice, or all of it."""
+        self._completion_tokens += len(piece.token_ids)
+        if piece.cached_tokens is not None:
+            # Choices find each other's work, which was not there before the request: the least is what was.
+            prompt = choice // self._num_choices
+            self._cached[prompt] = min(piece.cached_tokens, self._cached.get(prompt, piece.cached_tokens))
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
+
+
+def usage_of(prompts: Sequence[PreparedPrompt], num_choices: int, answers: Sequence[Answer]) -> Usage:
+    """The usage of whole answers."""
+    tally = Tally(prompts, num_choices)
+    for choice, answer in enumerate(answers):
+        tally.add(choice, answer)
+    return tally.usage()

@@ -16,6 +16,7 @@ from model.tokenizer import Tokenizer, TokenizerError
 from server.engine.client import EngineClient
 from server.engine.request import EngineConfig, EngineError
 from server.errors import APIError, ClientGone, StartupError, validation_error
+from server.fetch import MediaFetcher
 from server.generation import engine_dead
 from server.prepare import Preparer
 from server.protocol import RequestModel
@@ -57,10 +58,11 @@ class Service:
             info.max_model_len,
             info.kv_cache_tokens,
         )
-        return cls(settings, tokenizer, Preparer(settings, config, tokenizer), engine)
+        preparer = Preparer(settings, config, tokenizer, MediaFetcher(settings.fetch_policy))
+        return cls(settings, tokenizer, preparer, engine)
 
     async def stop(self) -> None:
-        self.preparer.close()
+        await self.preparer.close()
         await self.engine.stop()
 
     @property

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import mha_decode as mha_decode_module
 from kernels import mla_decode as mla_decode_module
 from kernels.head_linear import head_linear_reference, head_linear_triton
 from kernels.latent_write import write_latents_reference, write_latents_triton
+from kernels.mha_decode import mha_decode_reference, mha_decode_triton
 from kernels.mla_decode import mla_decode_reference, mla_decode_triton, num_splits
 from kernels.moe import Tiles, moe_experts_reference, moe_experts_triton
 from kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
@@ -45,6 +47,20 @@ def test_mla_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, s
     arguments = (latent, query_rope, kv_cache, table, lengths)
     out = mla_decode_triton(*arguments, scale=0.1)
     assert_near(out, mla_decode_reference(*arguments, scale=0.1))
+    assert (out[LENGTHS.index(0)] == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_mha_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    monkeypatch.setattr(mha_decode_module, "num_splits", lambda batch, longest: splits)
+    heads, dim = 3, 16
+    sequences = [torch.randn(n, 2 * heads * dim) for n in LENGTHS]
+    with torch.device("cpu"):
+        kv_cache, table = scatter([rows.cpu() for rows in sequences], 2 * heads * dim)
+    query = torch.randn(len(LENGTHS), 3, heads, dim)[:, 1]  # a strided part of a joint projection
+    arguments = (query, kv_cache.to(DEVICE), table.to(DEVICE), torch.tensor(LENGTHS, dtype=torch.int32))
+    out = mha_decode_triton(*arguments, scale=0.25)
+    assert_near(out, mha_decode_reference(*arguments, scale=0.25))
     assert (out[LENGTHS.index(0)] == 0).all()
 
 
