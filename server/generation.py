@@ -94,7 +94,8 @@ def make_jobs(
         decoder = AnswerDecoder(
             tokenizer,
             skip_special_tokens=body.skip_special_tokens,
-            grounding=bool(prompt.image_sizes),
+            # Of the forms an answer may be held to, only a grammar can ask for boxes; JSON that looks like one is JSON.
+            grounding=bool(prompt.image_sizes) and (grammar is None or grammar.kind == "lark"),
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             min_tokens=body.min_tokens,
@@ -166,6 +167,8 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
     try:
         async with aclosing(engine.generate(job.request)) as events:
             async for event in events:
+                if event.unservable:
+                    raise APIError(400, f"This request cannot be served: {event.error}", code="request_rejected")
                 if event.finish_reason == "error":
                     message = f"The engine could not finish this request: {event.error}"
                     raise APIError(500, message, code="engine_error")

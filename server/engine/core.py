@@ -200,7 +200,9 @@ class Engine:
         if pending and len(pending) == len(self.scheduler.requests):
             wait(pending, timeout=COMPILE_WAIT_S, return_when=FIRST_COMPLETED)
         guided = [(request, request.guide) for request in waiting if request.guide is not None and request.ready]
-        return [self._fail(request, guide.error) for request, guide in guided if guide.error is not None]
+        return [
+            self._fail(request, guide.error, unservable=True) for request, guide in guided if guide.error is not None
+        ]
 
     def _compute(self, plan: StepPlan) -> list[SampledToken | None]:
         return self.runner.execute(plan).sampled.collect()
@@ -215,7 +217,8 @@ class Engine:
         for request, token in zip(plan.sampled, sampled, strict=True):
             if token is None:
                 lost = request.guide.error if request.guide is not None else None
-                events.append(self._fail(request, lost or "the model's logits are not finite numbers"))
+                message = lost or "the model's logits are not finite numbers"
+                events.append(self._fail(request, message, unservable=lost is not None))
                 continue
             self._generated_tokens += 1
             reason = request.finish_reason(self.info.eos_token_id)
@@ -242,11 +245,11 @@ class Engine:
             return [self._fail(request, f"{type(error).__name__}: {error}")]
         return self._commit(part, sampled)
 
-    def _fail(self, request: Request, message: str) -> TokenEvent:
+    def _fail(self, request: Request, message: str, *, unservable: bool = False) -> TokenEvent:
         self.scheduler.finish(request.request_id, spoiled=True)
         self.runner.forget(request.request_id)
         self._failed_requests += 1
-        return TokenEvent(request_id=request.request_id, finish_reason="error", error=message)
+        return TokenEvent(request_id=request.request_id, finish_reason="error", error=message, unservable=unservable)
 
 
 def _make_compiler(folder: Path, vocab_size: int, eos_token_id: int) -> GrammarCompiler | None:

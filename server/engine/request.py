@@ -173,6 +173,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    unservable: bool = False  # with "error": by what the request asks for, not by a fault of the engine
     cached_tokens: int | None = None  # with the first token: how many of the prompt's were found computed
 
 
