@@ -257,6 +257,8 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
+    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
 
     # Accepted and ignored: they change nothing in an answer.
     user: str | None = None

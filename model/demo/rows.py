@@ -153,7 +153,6 @@ class Wording:
                 ids += self._known[part]
         return ids
 
-
     def weights(self, ids: Sequence[int]) -> list[int]:
         """How much each token of an answer counts in training, in tenths.
 
@@ -285,7 +284,9 @@ def _tables(scene: Scene, scale: tuple[float, float], offset: tuple[int, int]) -
     colours = [COLOUR_OF[f"{scene.ground} ground"]]
     colours += [IGNORED if thing.colour is None else COLOUR_OF[thing.colour] for thing in scene.things]
     colours += [COLOUR_OF[found.colour] for found in scene.prints]
-    boxes = np.array([(0, 0, 0, 0), *(owner.box for owner in (*scene.things, *scene.prints))], dtype=np.float64)
+    boxes = np.array(
+        [(0, 0, 0, 0), *(found.box for found in scene.things), *(found.box for found in scene.prints)], dtype=np.float64
+    )
     boxes = boxes * (scale * 2) + offset * 2
     edges = [
         (len(scene.things) + index + 1, np.array(found.edges), found.text)
@@ -306,8 +307,8 @@ def _labels(
     # Text is thin and often between two rows of patches: all patches at its box belong to it.
     for owner in range(len(scene.things) + 1, len(tables.boxes)):
         left, top, right, bottom = tables.boxes[owner] - (*corner, *corner)
-        rows = (_CENTRES > top - TEXT_REACH) & (_CENTRES < bottom + TEXT_REACH)
-        across = (_CENTRES > left - TEXT_REACH / 2) & (_CENTRES < right + TEXT_REACH / 2)
+        rows = _between(top - TEXT_REACH, bottom + TEXT_REACH)
+        across = _between(left - TEXT_REACH / 2, right + TEXT_REACH / 2)
         owners = np.where(rows[:, None] & across[None, :] & (owners == 0), owner, owners)
     colours = np.where(inside, tables.colours[owners], np.uint8(IGNORED))
     boxes = (tables.boxes[owners] - (*corner, *corner)).clip(0, TILE_SIZE)
@@ -322,6 +323,12 @@ def _labels(
         characters.reshape(-1),
         boxes.astype(np.int16).reshape(-1, 4),
     )
+
+
+def _between(low: float, high: float) -> npt.NDArray[np.bool_]:
+    """Of each row or column of patches: whether its centre lies there."""
+    inside: npt.NDArray[np.bool_] = np.less(low, _CENTRES) & np.less(_CENTRES, high)
+    return inside
 
 
 # -- segments ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import head_linear, latent_write, mha_decode, mla_decode, moe, norm, router
+from kernels import activation, head_linear, latent_write, mha_decode, mla_decode, moe, norm, router
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -26,6 +26,7 @@ POINTERS = {
     "logits": "*fp32",
     "bias": "*fp32",
     "weights": "*fp32",
+    "places": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
 }
@@ -57,7 +58,10 @@ def main() -> None:
     for gated in (True, False):
         compile_kernel(moe._product, {"GATED": gated, **product}, ["x", "weight", "y"], num_warps=4, num_stages=4)
     compile_kernel(moe._list_pairs, {"BLOCK": 256}, [], num_warps=4)
-    compile_kernel(moe._weighted_sum, {"TOPK": 8, "BLOCK": 1024}, ["outputs", "out"], num_warps=4)
+    for placed in (True, False):
+        constants = {"TOPK": 8, "PLACED": placed, "BLOCK": 1024}
+        compile_kernel(moe._weighted_sum, constants, ["outputs", "out"], num_warps=4)
+    compile_kernel(activation._silu_mul, {"BLOCK": 1024}, ["x", "y"], num_warps=4)
     for add in (True, False):
         arrays = ["rows", "residual", "weight", "out", "total"]
         compile_kernel(norm._norm, {"BLOCK": 2048, "ADD": add}, arrays, num_warps=8)
@@ -65,7 +69,7 @@ def main() -> None:
     compile_kernel(router._logits, {"EXPERTS": 8, "CHUNK": 512}, ["hidden"], num_warps=4)
     for softmax in (True, False):
         rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax}
-        compile_kernel(router._choose, {"TOPK": 6, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
+        compile_kernel(router._choose, {"TOPK": 6, "SHARED": 2, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
     shape = {"ROWS": 16, "COLUMNS": 128, "DEPTH": 128}
     compile_kernel(head_linear._head_linear, shape, ["x", "weight", "y"], **wide)
     arrays = ["query", "latent", "norm_weight", "kv_cache"]
