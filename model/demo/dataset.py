@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from model.demo.fonts import find_fonts
-from model.demo.rows import KINDS, PATCHES, Kind, Row, Wording, random_row
+from model.demo.labels import PATCHES
+from model.demo.rows import KINDS, Kind, Row, Wording, random_row
 from model.image import TILE_FEATURES, TILE_SIZE
 from model.tokenizer import Tokenizer
 
