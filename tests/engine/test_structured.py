@@ -20,7 +20,7 @@ from server.settings import DEFAULT_MODEL
 from tests.goldens_data import VARIANTS, checkpoint
 
 FOLDERS = {name: checkpoint(name) for name in VARIANTS} | {"demo": DEFAULT_MODEL}
-PUBLISHED = Path(os.environ.get("VL2_PUBLISHED_TOKENIZERS", "configs/checkpoints"))
+PUBLISHED = Path(os.environ.get("VL2_PUBLISHED_TOKENIZERS", Path(__file__).parents[2] / "configs" / "checkpoints"))
 for _name in ("deepseek-vl2", "deepseek-vl2-small"):
     if (PUBLISHED / _name / "tokenizer.json").is_file():
         FOLDERS[_name] = PUBLISHED / _name
