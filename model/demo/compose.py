@@ -57,7 +57,7 @@ def compose(rng: random.Random, request: Request, size: tuple[int, int], *, has_
     def side(low: float, high: float) -> float:
         """A longer side between two shares of the picture's shorter side; small ones are as frequent as large ones."""
         least = max(low * unit, floor)
-        return least * (max(high * unit / least, 1.0) ** rng.random())
+        return float(least * max(high * unit / least, 1.0) ** rng.random())
 
     if kind == "one":
         noun, colour = pick(1)[0]

@@ -165,8 +165,8 @@ def which_reads(rng: random.Random, scenes: Sequence[Scene]) -> Turn | None:
         forms = (f"Which picture says {text}?", f"Which one says {text}?", f"Which image has the word {text}?")
         return Turn(rng.choice(forms), f"The {ORDINALS[index]} picture says {text}.", "which one")
     which = ordinal(rng, index)
-    forms = ("What does {} say?", "What is written in {}?", "Read the text in {}.", "What does the text in {} say?")
-    return Turn(rng.choice(forms).format(which), f"The text says {text}.", "read one of several")
+    asking = ("What does {} say?", "What is written in {}?", "Read the text in {}.", "What does the text in {} say?")
+    return Turn(rng.choice(asking).format(which), f"The text says {text}.", "read one of several")
 
 
 def count_each(rng: random.Random, scenes: Sequence[Scene]) -> Turn | None:

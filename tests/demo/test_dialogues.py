@@ -101,7 +101,10 @@ def test_yes_and_no(asked: list[tuple[Scene, list[Turn]]]) -> None:
 
 def test_boxes(asked: list[tuple[Scene, list[Turn]]]) -> None:
     for scene, turn in _of_kind(asked, "box"):
-        drawn = {box_text(owner.box, scene.size) for owner in (*scene.things, *scene.prints)}
+        drawn = {
+            box_text(box, scene.size)
+            for box in (*(found.box for found in scene.things), *(found.box for found in scene.prints))
+        }
         given = re.findall(r"\[\d+, \d+, \d+, \d+\]", turn.answer)
         assert given and set(given) <= drawn and len(set(given)) == len(given), turn
         for box in boxes_of(turn.answer):
