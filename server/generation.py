@@ -179,6 +179,8 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
     try:
         async with aclosing(engine.generate(job.request)) as events:
             async for event in events:
+                # The engine has the pictures by now; choices share them, and all are sent before the first event comes.
+                job.request.images.clear()
                 if event.unservable:
                     raise APIError(400, f"This request cannot be served: {event.error}", code="request_rejected")
                 if event.finish_reason == "error":
