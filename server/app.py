@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
@@ -48,6 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.failure = None  # why the start failed, in words for a person
     for module in (chat, completions, models, caption, tokenize, health, metrics):
         app.include_router(module.router)
+    _answer_head(app)
     install_handlers(app)
     # The last one added is the outermost: ids and the log see what auth and the limit refuse.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -55,6 +57,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestId)
     _describe_bodies(app)
     return app
+
+
+def _answer_head(app: FastAPI) -> None:
+    """Let every route that answers GET answer HEAD: some who ask after the server's health want no body."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _describe_bodies(app: FastAPI) -> None:

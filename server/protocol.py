@@ -149,6 +149,7 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: TextParts = []
     name: str | None = None  # ignored
+    grounding: Any = None  # ignored: the model sees its boxes only where the text keeps their markup
     refusal: Annotated[Any, _refused("refusals are not supported in messages")] = None
     audio: Annotated[Any, _refused("audio is not supported by this server")] = None
     annotations: Annotated[Any, _refused("annotations are not supported in messages", [])] = None
@@ -249,7 +250,7 @@ class GenerationRequest(RequestModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-100, le=100)]],
         _not_longer(4096),
     ] = {}
     min_tokens: int = Field(0, ge=0)
@@ -362,7 +363,7 @@ class CompletionRequest(GenerationRequest):
         list[str] | list[list[int]],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: int = Field(16, ge=1)  # the API's own default
+    max_tokens: int = Field(16, ge=1)  # the API's own default, of which the context may leave less
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
