@@ -15,13 +15,15 @@ from server.auth import KeyAuth
 from server.errors import StartupError, install_handlers
 from server.middleware import BodyLimit, RequestId
 from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from server.routes import caption, chat, completions, health, models, tokenize
+from server.responses import ResponsesRequest
+from server.routes import caption, chat, completions, health, models, responses, tokenize
 from server.service import Service
 from server.settings import Settings
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
 }
 
@@ -46,7 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", lifespan=lifespan)
     app.state.failure = None  # why the start failed, in words for a person
-    for module in (chat, completions, models, caption, tokenize, health):
+    for module in (chat, completions, responses, models, caption, tokenize, health):
         app.include_router(module.router)
     install_handlers(app)
     # The last one added is the outermost: ids and the log see what auth and the limit refuse.

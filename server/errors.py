@@ -106,7 +106,7 @@ def _parameter(location: Sequence[int | str]) -> str:
     return path
 
 
-_UNION_TAGS = {"system", "developer", "user", "assistant", "text", "image_url"}
+_UNION_TAGS = {"system", "developer", "user", "assistant", "text", "image_url", "input_text", "input_image"}
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -14,7 +14,7 @@ from server.engine.request import EngineDeadError, EngineRequest, RequestRejecte
 from server.errors import APIError
 from server.grounding import Span
 from server.prepare import PreparedPrompt
-from server.protocol import INT64_MAX, GenerationRequest
+from server.protocol import INT64_MAX, SamplingRequest
 from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken
 
 # Deltas that wait for a slow reader before the choices' tasks wait with them.
@@ -52,7 +52,7 @@ class Answer:
 
 
 def make_jobs(
-    body: GenerationRequest,
+    body: SamplingRequest,
     prompt: PreparedPrompt,
     tokenizer: Tokenizer,
     *,
@@ -60,8 +60,9 @@ def make_jobs(
     max_tokens: int,
     logprobs: int | None,
     vocab_size: int,
+    num_choices: int = 1,
 ) -> list[Job]:
-    """The n choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
+    """The choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
 
     Choice i of a request with a seed has the seed + i, so that choices differ and each can be had again alone.
     """
@@ -72,7 +73,7 @@ def make_jobs(
                 message = f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
                 raise APIError(400, message, param=name, code="invalid_value")
     jobs = []
-    for choice in range(body.n):
+    for choice in range(num_choices):
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=body.temperature,

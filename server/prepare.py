@@ -21,7 +21,7 @@ from model.tokenizer import Tokenizer
 from server.engine.request import ImageInput
 from server.errors import APIError
 from server.fetch import MediaFetcher, is_fetched
-from server.grounding import GroundingError, ask_for_boxes
+from server.grounding import Grounding, GroundingError, Span, ask_for_boxes, place_spans
 from server.media import MediaError, decode_image, image_from_url
 from server.protocol import AssistantMessage, GroundingRequest, Message, SystemMessage, TextPart
 from server.settings import Settings
@@ -76,21 +76,34 @@ class Preparer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.aclose()
 
-    async def chat(self, messages: Sequence[Message], grounding: GroundingRequest | None = None) -> PreparedPrompt:
-        """The prompt of a conversation; with `grounding`, one whose answer has boxes."""
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        grounding: GroundingRequest | None = None,
+        *,
+        field: str = "messages",
+        offset: int = 0,
+    ) -> PreparedPrompt:
+        """The prompt of a conversation; with `grounding`, one whose answer has boxes.
+
+        `field` is the request's name for the messages, and its first is messages[offset]: errors name them so.
+        """
         count = sum(not isinstance(part, TextPart) for message in messages for part in message.content)
         if count > self._settings.max_images:
             raise APIError(
                 400,
                 f"The request has {count} images; this server takes at most {self._settings.max_images} per request.",
-                param="messages",
+                param=field,
                 code="too_many_images",
             )
-        fetched = await self._fetch(_urls(messages))
+        names = [f"{field}[{place - offset}]" for place in range(len(messages))]
+        fetched = await self._fetch(_urls(messages, names))
 
         def build() -> PreparedPrompt:
-            conversation = self._translate(messages, fetched)
-            return self._layout(conversation if grounding is None else _ask_for_boxes(conversation, grounding))
+            conversation = self._translate(messages, names, fetched)
+            if grounding is not None:
+                conversation = _ask_for_boxes(conversation, grounding)
+            return self._layout(conversation, field)
 
         return await self._in_pool(build)
 
@@ -102,7 +115,7 @@ class Preparer:
                 image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
             except MediaError as error:
                 raise _invalid_image("image", error) from error
-            return self._layout([PromptMessage("user", (image, text))])
+            return self._layout([PromptMessage("user", (image, text))], "prompt")
 
         return await self._in_pool(build)
 
@@ -149,18 +162,20 @@ class Preparer:
             raise errors.exceptions[0] from None
         return files
 
-    def _translate(self, messages: Sequence[Message], fetched: dict[str, bytes]) -> list[PromptMessage]:
+    def _translate(
+        self, messages: Sequence[Message], names: Sequence[str], fetched: dict[str, bytes]
+    ) -> list[PromptMessage]:
         """Messages with their pictures decoded."""
         limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
         pixels = 0
         translated = []
-        for place, message in enumerate(messages):
+        for name, message in zip(names, messages, strict=True):
             parts: list[str | Image.Image] = []
             for index, part in enumerate(message.content):
                 if isinstance(part, TextPart):
                     parts.append(part.text)
                     continue
-                param = _place_of_image(place, index)
+                param = _name_of_image(name, index)
                 image = self._decode(part.image_url.url, fetched.get(param), param)
                 pixels += image.width * image.height
                 if pixels > limit:
@@ -179,25 +194,25 @@ class Preparer:
         except MediaError as error:
             raise _invalid_image(param, error) from error
 
-    def _layout(self, messages: Sequence[PromptMessage]) -> PreparedPrompt:
+    def _layout(self, messages: Sequence[PromptMessage], field: str) -> PreparedPrompt:
         try:
             prompt = build_chat_prompt(messages, self._tokenizer, self._config)
         except PromptError as error:
-            raise APIError(400, str(error), param="messages", code="invalid_value") from error
+            raise APIError(400, str(error), param=field, code="invalid_value") from error
         pictures = [part for message in messages for part in message.content if not isinstance(part, str)]
         return replace(_pack(prompt), image_sizes=tuple(picture.size for picture in pictures))
 
 
-def _place_of_image(message: int, part: int) -> str:
+def _name_of_image(message: str, part: int) -> str:
     """The name of an image's place in errors."""
-    return f"messages[{message}].content[{part}].image_url"
+    return f"{message}.content[{part}].image_url"
 
 
-def _urls(messages: Sequence[Message]) -> dict[str, str]:
+def _urls(messages: Sequence[Message], names: Sequence[str]) -> dict[str, str]:
     """The URL of every image by the name of its place."""
     return {
-        _place_of_image(place, index): part.image_url.url
-        for place, message in enumerate(messages)
+        _name_of_image(name, index): part.image_url.url
+        for name, message in zip(names, messages, strict=True)
         for index, part in enumerate(message.content)
         if not isinstance(part, TextPart)
     }
@@ -212,6 +227,13 @@ def _ask_for_boxes(messages: Sequence[PromptMessage], wish: GroundingRequest) ->
         return ask_for_boxes(messages, locate=wish.locate, describe=wish.describe, image_index=wish.image_index)
     except GroundingError as error:
         raise APIError(400, f"grounding: {error}", param="grounding", code="invalid_value") from error
+
+
+def place_boxes(spans: Sequence[Span], prompt: PreparedPrompt, wish: GroundingRequest | None) -> list[Grounding] | None:
+    """The boxes of a whole answer in the prompt's pictures, or None when it has none and none were asked for."""
+    if not spans and wish is None:
+        return None
+    return place_spans(spans, prompt.image_sizes, image_index=None if wish is None else wish.image_index)
 
 
 def _role(message: Message) -> Literal["system", "user", "assistant"]:

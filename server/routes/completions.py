@@ -15,7 +15,7 @@ from server.generation import Answer, Generation, Job, Tally, collect, make_jobs
 from server.prepare import PreparedPrompt, answer_room
 from server.protocol import CompletionRequest
 from server.service import Service, read_json, service_of
-from server.streaming import EventStream, ScoredToken, json_response, until_disconnect
+from server.streaming import EventStream, ScoredToken, frame, json_response, until_disconnect
 
 router = APIRouter()
 
@@ -48,6 +48,7 @@ def _jobs(service: Service, body: CompletionRequest, prompt: PreparedPrompt, ide
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
+        num_choices=body.n,
     )
 
 
@@ -109,7 +110,7 @@ class _Form:
         chunk = form(id=self.identity, created=self._created, model=self._body.model, choices=choices)
         if isinstance(chunk, Completion):
             chunk.usage = usage
-        return chunk.model_dump_json()
+        return frame(chunk.model_dump_json())
 
     def _echo(self, index: int) -> str:
         """The prompt's text, when it is wanted before the answer's."""
