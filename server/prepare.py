@@ -123,12 +123,20 @@ class Preparer:
         """The prompt of a plain completion: bos and the text, or token ids as they are."""
         if isinstance(prompt, str):
             return await self._in_pool(lambda: _pack(build_text_prompt(prompt, self._tokenizer)))
-        vocabulary = self._config.language.vocab_size
-        for token in prompt:
-            if token >= vocabulary:
-                message = f"prompt: token id {token} is outside the vocabulary of {vocabulary}"
-                raise APIError(400, message, param="prompt", code="invalid_value")
+        self._check_ids(prompt, "prompt")
         return PreparedPrompt(prompt)
+
+    async def text(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        self._check_ids(tokens, "tokens")
+        return await self._in_pool(lambda: self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def _check_ids(self, tokens: Sequence[int], param: str) -> None:
+        vocabulary = self._config.language.vocab_size
+        for token in tokens:
+            if token >= vocabulary:
+                message = f"{param}: token id {token} is outside the vocabulary of {vocabulary}"
+                raise APIError(400, message, param=param, code="invalid_value")
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, build)

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
+MAX_TOKENS = 1_000_000  # of which the text may be asked for
 INT64_MAX = 2**63 - 1
 
 
@@ -294,6 +295,14 @@ class TokenizeRequest(ChatOptions):
         if (self.messages is None) == (self.prompt is None):
             raise contradiction("messages", "give either messages or prompt")
         return self
+
+
+class DetokenizeRequest(RequestModel):
+    """POST /detokenize: token ids whose text is wanted, control tokens included unless they are to be skipped."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_TOKENS)]
+    skip_special_tokens: bool = False
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:

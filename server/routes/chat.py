@@ -31,7 +31,7 @@ from server.streaming import EventStream, ScoredToken, frame, json_response, unt
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
 async def chat_completions(request: Request) -> Response:
     body = await read_json(request, ChatRequest)
     service = service_of(request)

@@ -20,7 +20,7 @@ from server.streaming import EventStream, ScoredToken, frame, json_response, unt
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", response_model=Completion)
 async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
     service = service_of(request)

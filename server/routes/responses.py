@@ -34,7 +34,7 @@ from server.streaming import EventStream, FinishReason, ScoredToken, frame, json
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", response_model=Response)
 async def responses(request: Request) -> HTTPResponse:
     body = await read_json(request, ResponsesRequest)
     service = service_of(request)
