@@ -13,7 +13,7 @@ from server.auth import KeyAuth
 from server.errors import StartupError, install_handlers
 from server.middleware import BodyLimit, RequestId
 from server.openapi import ERRORS, describe
-from server.routes import caption, chat, completions, health, models, responses, tokenize, version
+from server.routes import caption, chat, completions, health, metrics, models, responses, tokenize, version
 from server.service import Service
 from server.settings import Settings
 
@@ -38,7 +38,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", version=VERSION, lifespan=lifespan)
     app.state.failure = None  # why the start failed, in words for a person
-    for module in (chat, completions, responses, models, caption, tokenize, health, version):
+    for module in (chat, completions, responses, models, caption, tokenize, health, metrics, version):
         app.include_router(module.router, responses=ERRORS)
     install_handlers(app)
     # The last one added is the outermost: ids and the log see what auth and the limit refuse.

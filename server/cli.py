@@ -90,12 +90,13 @@ BaseURL = Annotated[
 @with_settings
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP. Settings also come from VL2_* variables and from --config FILE."""
+    from server.engine.request import EngineError
     from server.errors import StartupError
     from server.serve import serve as run
 
     try:
         run(settings)
-    except StartupError as error:
+    except (StartupError, EngineError) as error:
         fail(str(error))
 
 

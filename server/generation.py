@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from model.tokenizer import Tokenizer
 from server.answers import PromptTokensDetails, Usage
 from server.engine.client import EngineClient
-from server.engine.request import EngineDeadError, EngineRequest, RequestRejected, SamplingParams
+from server.engine.request import EngineDeadError, EngineRequest, QueueFull, RequestRejected, SamplingParams
 from server.errors import APIError
 from server.grounding import Span
 from server.prepare import PreparedPrompt
@@ -99,7 +99,12 @@ def make_jobs(
             min_tokens=body.min_tokens,
         )
         request = EngineRequest(
-            request_id=f"{request_id}-{choice}", token_ids=prompt.token_ids, images=prompt.images, sampling=sampling
+            request_id=f"{request_id}-{choice}",
+            token_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
         )
         jobs.append(Job(request, decoder))
     return jobs
@@ -169,12 +174,14 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
                     message = f"The engine could not finish this request: {event.error}"
                     raise APIError(500, message, code="engine_error")
                 if event.finish_reason == "abort":
-                    raise APIError(503, "The request was aborted because the server stops.", code="aborted")
+                    raise APIError(503, f"The request was aborted: {event.error or 'on demand'}.", code="aborted")
                 delta = job.decoder.feed(event)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         raise APIError(500, "The engine ended this request without a result.", code="engine_error")
+    except QueueFull as error:
+        raise APIError(429, f"Try again later: {error}.", code="queue_full", headers={"Retry-After": "1"}) from error
     except RequestRejected as error:
         raise APIError(400, str(error), code="request_rejected") from error
     except EngineDeadError as error:

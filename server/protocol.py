@@ -215,6 +215,8 @@ class SamplingRequest(RequestModel):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
 
     # Accepted and ignored: they change nothing in an answer.
     user: str | None = None

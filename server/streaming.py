@@ -35,6 +35,9 @@ from server.grounding import MarkupReader, Span
 
 logger = logging.getLogger(__name__)
 
+# How long one write may wait for a client that does not read what it asked for.
+WRITE_TIMEOUT_S = 60.0
+
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 
@@ -237,7 +240,8 @@ DONE = frame("[DONE]")
 class EventStream(Response):
     """Server-sent events (see `frame`), one write each, then `end`. A failure becomes an error event in its place.
 
-    `close` is called when the stream is over, however it ends: a client that leaves is noticed at once.
+    `close` is called when the stream is over, however it ends: a client that leaves is noticed at once, one that stops
+    reading when a write has waited for WRITE_TIMEOUT_S.
     """
 
     media_type = "text/event-stream"
@@ -258,6 +262,8 @@ class EventStream(Response):
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except TimeoutError:
+            logger.warning("a stream was cut off: its client does not read")
         finally:
             await _cancel(writing, gone)
             await self._close()
@@ -265,7 +271,8 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._all_events():
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _all_events(self) -> AsyncGenerator[str, None]:

@@ -28,7 +28,7 @@ _EXAMPLE = "Send it as in: curl -F image=@picture.jpg URL"
 async def caption(request: Request) -> Caption:
     """Fields: `image` (a file), and if wanted `prompt` and `max_tokens`. The answer is greedy."""
     service = service_of(request)
-    service.check_alive()
+    service.check_ready()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         message = f"The body must be a multipart/form-data form with the file field 'image'. {_EXAMPLE}"

@@ -36,7 +36,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_json(request, ChatRequest)
     service = service_of(request)
     service.check_model(body.model)
-    service.check_alive()
+    service.check_ready()
     prompt = await until_disconnect(request, service.preparer.chat(body.messages, body.grounding))
     body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(

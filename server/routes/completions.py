@@ -25,7 +25,7 @@ async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
     service = service_of(request)
     service.check_model(body.model)
-    service.check_alive()
+    service.check_ready()
     prompts = [await until_disconnect(request, service.preparer.completion(prompt)) for prompt in body.prompt]
     form = _Form(body, prompts, service.tokenizer)
     jobs = [job for index, prompt in enumerate(prompts) for job in _jobs(service, body, prompt, form.identity, index)]

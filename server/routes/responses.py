@@ -39,7 +39,7 @@ async def responses(request: Request) -> HTTPResponse:
     body = await read_json(request, ResponsesRequest)
     service = service_of(request)
     service.check_model(body.model)
-    service.check_alive()
+    service.check_ready()
     messages = body.messages
     work = service.preparer.chat(messages, body.grounding, field="input", offset=len(messages) - len(body.input))
     prompt = await until_disconnect(request, work)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 from PIL import Image
 
 from model.tokenizer import ASSISTANT, BOS, EOS, IMAGE, USER, Tokenizer
+from server import VERSION
 from server.settings import DEFAULT_MODEL
 from tests.conftest import API_KEY, MODEL, colour, data_url
 
@@ -54,17 +57,58 @@ def test_models(api: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_health_needs_no_key(server_url: str) -> None:
-    response = httpx.get(f"{server_url}/health")
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_need_no_key(server_url: str, path: str) -> None:
+    response = httpx.get(f"{server_url}{path}")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
-def test_api_description_has_the_request_bodies(client: httpx.Client) -> None:
+def test_version_is_that_of_the_project(client: httpx.Client) -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert client.get("/version").json() == {"version": project["version"]} == {"version": VERSION}
+
+
+BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+
+
+def test_api_description_is_complete(client: httpx.Client) -> None:
     schema = client.get("/openapi.json").json()
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/caption"):
+    assert schema["info"]["version"] == VERSION
+    assert set(schema["paths"]) >= {*BODIES, "/v1/caption", "/v1/models", "/health", "/ready", "/version"}
+    for path in (*BODIES, "/v1/caption"):
         assert schema["paths"][path]["post"]["requestBody"]["required"]
+        assert "content" in schema["paths"][path]["post"]["responses"]["200"]
     used = {part.split('"')[0] for part in json.dumps(schema).split("#/components/schemas/")[1:]}
     assert used <= set(schema["components"]["schemas"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_examples_of_the_api_description_work(client: httpx.Client, path: str) -> None:
+    schema = client.get("/openapi.json").json()
+    shown = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["examples"]
+    assert shown
+    for name, example in shown.items():
+        short = {} if "tokenize" in path else {"seed": 1, "stop": ["e", "a", "o", "."]}
+        response = client.post(path, json={**example["value"], **short})
+        assert response.status_code == 200, (name, response.text)
+
+
+def test_detokenize_undoes_tokenize(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    text = "Say 🙂 <|ref|>it<|/ref|>"
+    tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert client.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": BOS + text}
+    body = {"tokens": tokens, "skip_special_tokens": True}
+    assert client.post("/detokenize", json=body).json() == {"prompt": "Say 🙂 it"}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    half = tokenizer.encode("🙂")[:-1]
+    assert "\ufffd" in client.post("/detokenize", json={"tokens": half}).json()["prompt"]
+
+
+@pytest.mark.parametrize("tokens", [[10**9], [-1], ["a"], "a", None, [True]], ids=str)
+def test_what_cannot_be_detokenized(client: httpx.Client, tokens: Any) -> None:
+    response = client.post("/detokenize", json={"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("tokens")
 
 
 def test_tokenize_is_what_runs(client: httpx.Client) -> None:
