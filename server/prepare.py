@@ -6,11 +6,12 @@ Decoding and tokenising take milliseconds to seconds, so they run in a small thr
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
@@ -18,12 +19,23 @@ from model.config import ModelConfig
 from model.prompt import Message as PromptMessage
 from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prompt
 from model.tokenizer import Tokenizer
-from server.engine.request import ImageInput
+from server.engine.request import Grammar, ImageInput
+from server.engine.structured import GrammarCompiler, GrammarError
 from server.errors import APIError
 from server.fetch import MediaFetcher, is_fetched
 from server.grounding import Grounding, GroundingError, Span, ask_for_boxes, place_spans
 from server.media import MediaError, decode_image, image_from_url
-from server.protocol import AssistantMessage, GroundingRequest, Message, SystemMessage, TextPart
+from server.protocol import (
+    AssistantMessage,
+    GroundingRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    StructuredOutputs,
+    SystemMessage,
+    TextPart,
+)
 from server.settings import Settings
 
 T = TypeVar("T")
@@ -69,11 +81,14 @@ class Preparer:
         self._tokenizer = tokenizer
         self._fetcher = fetcher
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        language = config.language
+        self._compiler = GrammarCompiler(lambda: tokenizer, language.vocab_size, language.eos_token_id)
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
 
     async def close(self) -> None:
         """End what is under way, and the fetcher with it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
         await self._fetcher.aclose()
 
     async def chat(
@@ -137,6 +152,28 @@ class Preparer:
             if token >= vocabulary:
                 message = f"{param}: token id {token} is outside the vocabulary of {vocabulary}"
                 raise APIError(400, message, param=param, code="invalid_value")
+
+    async def grammar(
+        self,
+        form: ResponseFormat | None,
+        wish: StructuredOutputs | None,
+        *,
+        schema_field: str = "response_format.json_schema.schema",
+    ) -> Grammar | None:
+        """What the answer has to look like, compiled once to see that it can be; None for plain text.
+
+        `schema_field` is where the request has the form's schema, for errors.
+        """
+        found = _form_of_schema(form, schema_field) or (None if wish is None else _form_of_wish(wish))
+        if found is None:
+            return None
+        grammar, param = found
+        try:
+            await asyncio.wrap_future(self._compiler.compile(grammar))
+        except GrammarError as error:
+            code = "invalid_schema" if grammar.kind == "json_schema" else "invalid_grammar"
+            raise APIError(400, f"{param}: {error}", param=param, code=code) from error
+        return grammar
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, build)
@@ -250,6 +287,32 @@ def _role(message: Message) -> Literal["system", "user", "assistant"]:
     return "assistant" if isinstance(message, AssistantMessage) else "user"
 
 
+def _form_of_schema(form: ResponseFormat | None, field: str) -> tuple[Grammar, str] | None:
+    """The grammar of a response_format, and the name of the place it stands in."""
+    if isinstance(form, JsonObjectFormat):
+        return Grammar("json_schema", '{"type":"object"}'), field
+    if isinstance(form, JsonSchemaFormat):
+        return Grammar("json_schema", _compact(form.json_schema.schema_)), field
+    return None
+
+
+def _form_of_wish(wish: StructuredOutputs) -> tuple[Grammar, str]:
+    """The same of structured_outputs, which has just one of its fields."""
+    if wish.json_ is not None:
+        return Grammar("json_schema", _compact(wish.json_)), "structured_outputs.json"
+    if wish.regex is not None:
+        return Grammar("regex", wish.regex), "structured_outputs.regex"
+    if wish.choice is not None:
+        # Lark writes strings as JSON does.
+        return Grammar("lark", "start: " + " | ".join(map(_compact, wish.choice))), "structured_outputs.choice"
+    assert wish.grammar is not None
+    return Grammar("lark", wish.grammar), "structured_outputs.grammar"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def _pack(prompt: Prompt) -> PreparedPrompt:
     """A prompt in the form that crosses to the engine process."""
     images = [
@@ -265,10 +328,19 @@ def _pack(prompt: Prompt) -> PreparedPrompt:
     return PreparedPrompt(prompt.token_ids, images, tuple(span.image.num_slots for span in prompt.images))
 
 
-def answer_room(prompt: PreparedPrompt, limit: int, *, wanted: int | None, least: int, param: str) -> int:
+def answer_room(
+    prompt: PreparedPrompt,
+    limit: int,
+    *,
+    wanted: int | None,
+    least: int,
+    param: str,
+    wanted_param: str = "max_tokens",
+) -> int:
     """How many tokens the answer may have: what the client wants, by default all that fits into the context.
 
-    Raises APIError (400) when the prompt leaves no room, or less than the client asked for.
+    `param` and `wanted_param` are the request's names for the prompt and for what is wanted. Raises APIError (400) when
+    the prompt leaves no room, or less than the client asked for.
     """
     room = limit - len(prompt.token_ids)
     if room < 1:
@@ -276,7 +348,7 @@ def answer_room(prompt: PreparedPrompt, limit: int, *, wanted: int | None, least
         raise APIError(400, message, param=param, code="context_length_exceeded")
     needed = least if wanted is None else wanted
     if needed > room:
-        name = "min_tokens" if wanted is None else "max_tokens"
+        name = "min_tokens" if wanted is None else wanted_param
         message = (
             f"{name} is {needed}, but the prompt leaves room for {room}: it has {prompt.describes}, "
             f"and this model's context is {limit} tokens, answer included."

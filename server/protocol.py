@@ -91,8 +91,9 @@ class RequestModel(BaseModel):
         """Drop nulls. Of unknown fields one is enough to refuse the request: a million would be a million errors."""
         if not isinstance(data, dict):
             return data
-        unknown = next(({key: data[key]} for key in data if key not in cls.model_fields), {})
-        known = {key: value for key, value in data.items() if key in cls.model_fields and value is not None}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(({key: data[key]} for key in data if key not in names), {})
+        known = {key: value for key, value in data.items() if key in names and value is not None}
         return known | unknown
 
 
@@ -173,8 +174,48 @@ class StreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, refused("obfuscation is not supported by this server", False)] = None
 
 
-class ResponseFormat(RequestModel):
+class TextFormat(RequestModel):
     type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """A JSON schema that the answer satisfies. `strict` changes nothing: it is always enforced."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None  # ignored: the model sees nothing of the schema
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat,
+    Field(discriminator="type"),
+    known("type", "text", "json_object", "json_schema"),
+]
+
+
+class StructuredOutputs(RequestModel):
+    """The form of the answer by one of: a JSON schema, a regular expression, a list of texts, a Lark grammar."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1), _not_longer(1024)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise contradiction("structured_outputs", "structured_outputs takes one of json, regex, choice, grammar")
+        return self
 
 
 class GroundingRequest(RequestModel):
@@ -215,6 +256,7 @@ class SamplingRequest(RequestModel):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
 
@@ -244,6 +286,17 @@ class GenerationRequest(SamplingRequest):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
+def check_one_form(
+    structured: StructuredOutputs | None, form: object, grounding: GroundingRequest | None, name: str
+) -> None:
+    """An answer has one form at most. `form` is the field `name`, of which plain text is none."""
+    formed = not isinstance(form, TextFormat | None)
+    if formed and structured is not None:
+        raise contradiction("structured_outputs", f"give either structured_outputs or {name}")
+    if grounding is not None and (formed or structured is not None):
+        raise contradiction("grounding", "grounding and structured output cannot go together")
+
+
 class ChatOptions(GenerationRequest):
     """A chat request but for its messages."""
 
@@ -271,10 +324,16 @@ class ChatOptions(GenerationRequest):
         """The most tokens that the client wants, or None."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def answer_limit_name(self) -> str:
+        """The field that has it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> ChatOptions:
         if self.top_logprobs is not None and not self.logprobs:
             raise contradiction("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        check_one_form(self.structured_outputs, self.response_format, self.grounding, "response_format")
         _check_min_tokens(self.min_tokens, self.answer_limit)
         return self
 

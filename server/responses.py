@@ -16,14 +16,19 @@ from server.protocol import (
     GroundingRequest,
     ImagePart,
     ImageURL,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
     Message,
     RequestModel,
     ResponseFormat,
     SamplingRequest,
     StreamOptions,
     SystemMessage,
+    TextFormat,
     TextPart,
     UserMessage,
+    check_one_form,
     contradiction,
     known,
     refused,
@@ -142,8 +147,21 @@ def _text_is_a_question(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+class TextSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
 class TextConfig(RequestModel):
-    format: ResponseFormat | None = None
+    """The form of the answer. Chat's `response_format`, but for a schema, which has no object around it here."""
+
+    format: (
+        Annotated[
+            TextFormat | JsonObjectFormat | TextSchemaFormat,
+            Field(discriminator="type"),
+            known("type", "text", "json_object", "json_schema"),
+        ]
+        | None
+    ) = None
     verbosity: Annotated[Any, refused("verbosity is not supported by this model", "medium")] = None
 
 
@@ -188,6 +206,14 @@ class ResponsesRequest(SamplingRequest):
         return [self._system(f"{self.instructions}\n\n{text}"), *messages[1:]]
 
     @property
+    def response_format(self) -> ResponseFormat | None:
+        """`text.format` as chat has it."""
+        form = self.text.format
+        if isinstance(form, TextSchemaFormat):
+            return JsonSchemaFormat(type="json_schema", json_schema=form)
+        return form
+
+    @property
     def logprobs(self) -> int | None:
         """How many of the likeliest tokens to report for each, or None for no log probabilities."""
         return (self.top_logprobs or 0) if LOGPROBS in self.include else None
@@ -203,6 +229,7 @@ class ResponsesRequest(SamplingRequest):
         if self.max_output_tokens is not None and self.min_tokens > self.max_output_tokens:
             message = f"min_tokens ({self.min_tokens}) is more than max_output_tokens ({self.max_output_tokens})"
             raise contradiction("min_tokens", message)
+        check_one_form(self.structured_outputs, self.text.format, self.grounding, "text.format")
         return self
 
 
@@ -271,6 +298,7 @@ class Response(BaseModel):
     model: str
     output: list[OutputMessage] = []
     temperature: float
+    text: dict[str, Any]
     top_p: float
     top_logprobs: int
     usage: ResponseUsage | None = None
@@ -282,7 +310,6 @@ class Response(BaseModel):
     reasoning: dict[str, None] = {"effort": None, "summary": None}
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
-    text: dict[str, Any] = {"format": {"type": "text"}}
     tool_choice: Literal["none"] = "none"
     tools: list[Any] = []
     truncation: Literal["disabled"] = "disabled"

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from server.engine.structured import Guide
 
 TILE_SHAPE = (3, 384, 384)
 TILE_BYTES = math.prod(TILE_SHAPE)
@@ -85,6 +88,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer has to look like: JSON that satisfies a schema, or text that a regex or a Lark grammar matches."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens. temperature 0 is greedy; top_k 0 and -1, top_p 1, min_p 0 mean off."""
 
@@ -102,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the sampled token's and the n best
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -172,6 +183,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    unservable: bool = False  # with "error": by what the request asks for, not by a fault of the engine
     cached_tokens: int | None = None  # with the first token: how many of the prompt's were found computed
 
 
@@ -322,6 +334,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     arrival: int = 0  # number in the order of arrival
     num_cached: int | None = None  # tokens found computed when it was first admitted
+    guide: Guide | None = None  # with a grammar: where in it the answer is
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -345,6 +358,11 @@ class Request:
         return self.num_computed == self.num_tokens - 1 >= self.num_prompt
 
     @property
+    def ready(self) -> bool:
+        """Whether it may run: its grammar, if it has one, is compiled."""
+        return self.guide is None or self.guide.ready
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -355,6 +373,8 @@ class Request:
 
     def finish_reason(self, eos_token_id: int) -> Literal["stop", "length"] | None:
         """Why generation ends with the last token of `token_ids`, or None if it goes on."""
+        if self.guide is not None and self.guide.ended:
+            return "stop"
         last = self.token_ids[-1]
         if (last == eos_token_id and not self.sampling.ignore_eos) or last in self.sampling.stop_token_ids:
             return "stop"

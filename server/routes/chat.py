@@ -40,8 +40,14 @@ async def chat_completions(request: Request) -> Response:
     prompt = await until_disconnect(request, service.preparer.chat(body.messages, body.grounding))
     body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(
-        prompt, service.max_model_len, wanted=body.answer_limit, least=body.min_tokens, param="messages"
+        prompt,
+        service.max_model_len,
+        wanted=body.answer_limit,
+        least=body.min_tokens,
+        param="messages",
+        wanted_param=body.answer_limit_name,
     )
+    grammar = await until_disconnect(request, service.preparer.grammar(body.response_format, body.structured_outputs))
     identity = f"chatcmpl-{uuid.uuid4().hex}"
     jobs = make_jobs(
         body,
@@ -52,6 +58,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         vocab_size=service.vocab_size,
         num_choices=body.n,
+        grammar=grammar,
     )
     form = _Form(body, prompt, identity, service.tokenizer)
     if body.stream:

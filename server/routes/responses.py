@@ -43,10 +43,19 @@ async def responses(request: Request) -> HTTPResponse:
     messages = body.messages
     work = service.preparer.chat(messages, body.grounding, field="input", offset=len(messages) - len(body.input))
     prompt = await until_disconnect(request, work)
+    form_of_answer = service.preparer.grammar(
+        body.response_format, body.structured_outputs, schema_field="text.format.schema"
+    )
+    grammar = await until_disconnect(request, form_of_answer)
     # Megabytes of pictures that the answer has no use for.
     body, messages = body.model_copy(update={"input": []}), []
     max_tokens = answer_room(
-        prompt, service.max_model_len, wanted=body.max_output_tokens, least=body.min_tokens, param="input"
+        prompt,
+        service.max_model_len,
+        wanted=body.max_output_tokens,
+        least=body.min_tokens,
+        param="input",
+        wanted_param="max_output_tokens",
     )
     identity = uuid.uuid4().hex
     jobs = make_jobs(
@@ -57,6 +66,7 @@ async def responses(request: Request) -> HTTPResponse:
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
+        grammar=grammar,
     )
     form = _Form(body, prompt, identity, service.tokenizer)
     if body.stream:
@@ -77,6 +87,7 @@ class _Form:
         self._item_id = f"msg_{identity}"
         self._num_events = 0
         self._tally = Tally([prompt], 1)
+        form = body.text.format
         self._begun = Response(
             id=f"resp_{identity}",
             created_at=int(time.time()),
@@ -85,6 +96,7 @@ class _Form:
             metadata=body.metadata or {},
             model=body.model,
             temperature=body.temperature,
+            text={"format": form.model_dump(by_alias=True) if form is not None else {"type": "text"}},
             top_p=body.top_p,
             top_logprobs=body.top_logprobs or 0,
             user=body.user,

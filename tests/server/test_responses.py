@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText, ResponseTextDeltaEvent
 from openai.types.responses.response import Response
+from pydantic import BaseModel, Field
 
 from model.tokenizer import Tokenizer
 from server.engine.request import EngineDeadError, EngineRequest, TokenEvent
@@ -158,6 +159,26 @@ def test_boxes_of_a_response() -> None:
     assert '"grounding":[{"label":"red circle"' in post(app, PATH, {**body, "stream": True}).text
 
 
+class Colour(BaseModel):
+    colour: Literal["red", "blue"]
+    count: int = Field(ge=0, le=9)
+
+
+def test_a_response_keeps_to_a_schema(api: openai.OpenAI) -> None:
+    answer = api.responses.parse(model=MODEL, input=user(colour()), text_format=Colour, max_output_tokens=64)
+    assert isinstance(answer.output_parsed, Colour)
+    assert answer.status == "completed"
+    assert answer.text is not None and answer.text.format is not None and answer.text.format.type == "json_schema"
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    assert api.responses.create(model=MODEL, input=QUESTION, extra_body=choice).output_text in ("yes", "no")
+
+
+def test_a_response_has_one_form(client: httpx.Client) -> None:
+    body = {"model": MODEL, "input": user(colour()), "text": {"format": {"type": "json_object"}}}
+    for field, value in (("structured_outputs", {"regex": "x"}), ("grounding", {"describe": True})):
+        assert client.post(PATH, json={**body, field: value}).json()["error"]["param"] == field
+
+
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
@@ -175,6 +196,9 @@ def test_boxes_of_a_response() -> None:
         ("top_logprobs", 21, "invalid_value"),
         ("include", ["file_search_call.results"], "invalid_value"),
         ("max_output_tokens", 0, "invalid_value"),
+        ("max_output_tokens", 100_000, "context_length_exceeded"),
+        ("text", {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}, "invalid_schema"),
+        ("text", {"format": {"type": "json_schema", "name": "x"}}, "missing_parameter"),
         ("min_tokens", 9000, "context_length_exceeded"),
         ("input", [], "invalid_value"),
         ("input", 5, "invalid_value"),
