@@ -266,6 +266,10 @@ class SamplingRequest(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    # Refused, but for what changes nothing.
+    prompt_cache_options: Annotated[Any, refused("every prompt is cached; cache_salt parts caches")] = None
+    moderation: Annotated[Any, refused("moderation is not supported by this server")] = None
     store: Annotated[Any, refused("answers are never stored", False)] = None
 
 

@@ -186,9 +186,15 @@ class ResponsesRequest(SamplingRequest):
     tool_choice: Annotated[Any, refused(NO_TOOLS, "none", "auto")] = None
     parallel_tool_calls: bool | None = None
 
+    max_tool_calls: Annotated[Any, refused(NO_TOOLS)] = None
+
     background: Annotated[Any, refused(_NO_STATE, False)] = None
+    background_options: Annotated[Any, refused(_NO_STATE)] = None
+    context_management: Annotated[Any, refused(_NO_STATE)] = None
     conversation: Annotated[Any, refused(_NO_STATE)] = None
     previous_response_id: Annotated[Any, refused(_NO_STATE)] = None
+    access_programs: Annotated[Any, refused("access programs are not supported by this server")] = None
+    image: Annotated[Any, refused("pictures are read as they were sent")] = None
     prompt: Annotated[Any, refused("prompt templates are not supported by this server")] = None
     reasoning: Annotated[Any, refused("this is not a reasoning model")] = None
     truncation: Annotated[Any, refused("a conversation that is too long is refused, not cut", "disabled")] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,16 +156,29 @@ def test_typed_control_text_is_plain_text(client: httpx.Client, tokenizer: Token
 
 
 def test_a_large_picture_costs_slots_not_text(client: httpx.Client) -> None:
-    """A picture of some megabytes goes through the default body limit and never reaches the tokenizer."""
-    noise = Image.effect_noise((1600, 1600), 90).convert("RGB")
-    url = data_url(noise)
-    assert len(url) > 3_000_000
+    """A picture of 10 MB goes through the default body limit and never reaches the tokenizer."""
+    url = data_url(Image.frombytes("RGB", (1900, 1900), os.urandom(3 * 1900**2)))
+    assert len(url) > 14_000_000
     assert len(tokens_of(client, [image_part(url), text_part("x")])) < 2200
 
 
 @pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]], ids=str)
 def test_empty_content_is_empty_text(client: httpx.Client, content: Any) -> None:
     assert tokens_of(client, content) == tokens_of(client, "")
+
+
+@pytest.mark.parametrize("content", ["", [], None], ids=str)
+def test_an_empty_answer_or_system_text_is_an_empty_text(client: httpx.Client, content: Any) -> None:
+    def count(*turns: dict[str, Any]) -> int:
+        response = client.post("/tokenize", json={"messages": [*turns, {"role": "user", "content": "x"}]})
+        assert response.status_code == 200, response.text
+        return int(response.json()["count"])
+
+    question = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": content}
+    assert count(question, answer) == count(question, {"role": "assistant", "content": ""})
+    if content is not None:
+        assert count({"role": "system", "content": content}) == count()
 
 
 def test_completions(api: openai.OpenAI, tokenizer: Tokenizer) -> None:
