@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 
+from server import VERSION
 from server.auth import KeyAuth
 from server.errors import StartupError, install_handlers
 from server.middleware import BodyLimit, RequestId
-from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from server.routes import caption, chat, completions, health, metrics, models, tokenize
+from server.openapi import ERRORS, describe
+from server.routes import caption, chat, completions, health, metrics, models, responses, tokenize, version
 from server.service import Service
 from server.settings import Settings
-
-_BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-}
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -45,17 +37,17 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await app.state.service.stop()
 
-    app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", lifespan=lifespan)
+    app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", version=VERSION, lifespan=lifespan)
     app.state.failure = None  # why the start failed, in words for a person
-    for module in (chat, completions, models, caption, tokenize, health, metrics):
-        app.include_router(module.router)
+    for module in (chat, completions, responses, models, caption, tokenize, health, metrics, version):
+        app.include_router(module.router, responses=ERRORS)
     _answer_head(app)
     install_handlers(app)
     # The last one added is the outermost: ids and the log see what auth and the limit refuse.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyAuth, keys=[key.get_secret_value() for key in settings.api_key])
     app.add_middleware(RequestId)
-    _describe_bodies(app)
+    describe(app, settings.model_name)
     return app
 
 
@@ -64,34 +56,3 @@ def _answer_head(app: FastAPI) -> None:
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in route.methods:
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Put the request models, which the routes validate themselves, into the OpenAPI description."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            components = schema.setdefault("components", {}).setdefault("schemas", {})
-            for path, model in _BODIES.items():
-                described = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                components.update(described.pop("$defs", {}))
-                components[model.__name__] = described
-                reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-                content = {"application/json": {"schema": reference}}
-                schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-            form = {
-                "type": "object",
-                "required": ["image"],
-                "properties": {
-                    "image": {"type": "string", "format": "binary"},
-                    "prompt": {"type": "string", "default": caption.DEFAULT_PROMPT},
-                    "max_tokens": {"type": "integer", "minimum": 1},
-                },
-            }
-            body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-            schema["paths"]["/v1/caption"]["post"]["requestBody"] = body
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

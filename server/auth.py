@@ -1,4 +1,4 @@
-"""API keys: every route but /health wants `Authorization: Bearer <key>` once a key is set."""
+"""API keys: every route but /health and /ready wants `Authorization: Bearer <key>` once a key is set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import APIError, error_response
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class KeyAuth:

@@ -29,7 +29,9 @@ def report(settings: Settings) -> bool:
         folder = resolve_model(source, weights=False)
         config = load_config(folder)
         Tokenizer.from_folder(folder)
-        if settings.load_format != "dummy" and Path(source).expanduser().is_dir():  # a hub model's come when it is served
+        if (
+            settings.load_format != "dummy" and Path(source).expanduser().is_dir()
+        ):  # a hub model's come when it is served
             check_weights(folder)
     except (CheckpointError, ConfigError, TokenizerError) as error:
         print(f"{'':<14} cannot be served: {error}")

@@ -79,7 +79,9 @@ class Runner:
         positions = language.max_position_embeddings
         max_model_len = config.max_model_len or positions
         if max_model_len > positions:
-            raise EngineConfigError(f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions")
+            raise EngineConfigError(
+                f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions"
+            )
         self.num_pages = self._choose_num_pages(max_model_len)
         if self.num_pages * PAGE_SIZE < max_model_len:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
