@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -288,7 +288,7 @@ def _read_shard(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _open_shard(path: Path) -> Iterator[safe_open]:
+def _open_shard(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as shard:
             yield shard

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
 from server import VERSION
@@ -41,7 +41,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.failure = None  # why the start failed, in words for a person
     for module in (chat, completions, responses, models, caption, tokenize, health, metrics, version):
         app.include_router(module.router, responses=ERRORS)
-    _answer_head(app)
+        _answer_head(app, module.router)
     install_handlers(app)
     # The last one added is the outermost: ids and the log see what auth and the limit refuse.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -51,8 +51,8 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _answer_head(app: FastAPI) -> None:
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
     """Let every route that answers GET answer HEAD: some who ask after the server's health want no body."""
-    for route in list(app.routes):
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

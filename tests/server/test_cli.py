@@ -288,8 +288,8 @@ def test_a_server_that_is_not_there() -> None:
             assert result.returncode == 1
             assert "error: " in result.stderr and "Traceback" not in result.stderr
     for url in ("http://[", "no-scheme"):
-        result = invoke("chat", "--base-url", url)
-        assert result.exit_code == 1 and "error: " in result.stderr
+        chat = invoke("chat", "--base-url", url)
+        assert chat.exit_code == 1 and "error: " in chat.stderr
 
 
 def test_doctor() -> None:
