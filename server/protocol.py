@@ -152,7 +152,7 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: TextParts = []
     name: str | None = None  # ignored
-    grounding: Any = None  # ignored: the model sees its boxes only where the text keeps their markup
+    grounding: list[Any] = []  # as the API returned it; ignored
     parsed: Any = None  # ignored: OpenAI's client adds it when it reads streams and schemas
     refusal: Annotated[Any, refused("refusals are not supported in messages")] = None
     audio: Annotated[Any, refused("audio is not supported by this server")] = None
