@@ -66,7 +66,7 @@ def _flag(name: str) -> inspect.Parameter:
     default = field.get_default()
     shown: Any = False if default in (None, ()) else str(default)
     option = typer.Option(flag_name(name), help=field.description, show_default=shown, rich_help_panel="Settings")
-    kind = list[str] if name == "api_key" else _without_none(field.annotation)
+    kind = list[str] if typing.get_origin(field.annotation) is tuple else _without_none(field.annotation)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

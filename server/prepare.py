@@ -6,6 +6,7 @@ Decoding and tokenising take milliseconds to seconds, so they run in a small thr
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from server.errors import APIError
 from server.media import MediaError, decode_image, image_from_url
 from server.protocol import AssistantMessage, Message, SystemMessage, TextPart
 from server.settings import Settings
+from server.telemetry import timed
 
 T = TypeVar("T")
 
@@ -99,8 +101,9 @@ class Preparer:
         return PreparedPrompt(prompt, [], ())
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, build)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, build)
 
+    @timed("media")
     def _translate(self, messages: Sequence[Message]) -> list[PromptMessage]:
         """Messages with their pictures decoded."""
         budget = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
@@ -130,6 +133,7 @@ class Preparer:
         except MediaError as error:
             raise APIError(400, f"{param}: {error}", param=param, code="invalid_image") from error
 
+    @timed("tokenize")
     def _layout(self, messages: Sequence[PromptMessage]) -> PreparedPrompt:
         try:
             return _pack(build_chat_prompt(messages, self._tokenizer, self._config))

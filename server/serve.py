@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import shlex
+import signal
 import socket
 import threading
 import types
@@ -15,8 +17,13 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from server.app import create_app
+from server.auth import KeyRing
 from server.errors import StartupError
-from server.settings import ConfigurationError, Settings, configure_logging
+from server.logs import configure_logging
+from server.settings import ConfigurationError, Settings
+from server.wire import protocol_for
+
+logger = logging.getLogger(__name__)
 
 # How long open answers may take to end once the server is told to stop; then they end with an error.
 SHUTDOWN_S = 10
@@ -26,14 +33,23 @@ HANG_UP_S = 5
 
 def serve(settings: Settings) -> None:
     """Serve until a signal ends it. Raises ConfigurationError when the address can't be had, StartupError later."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
     app = create_app(settings)
+    _prepare_keys(settings, app.state.keys)
     server = _Server(app, banner=banner(settings, listener))
     try:
         server.run(sockets=[listener])
     except SystemExit as error:  # uvicorn's way to say that the application did not start
         raise StartupError(app.state.failure or "the server did not start; see its log") from error
+
+
+def _prepare_keys(settings: Settings, keys: KeyRing) -> None:
+    """Read the keys again when the signal for it comes, and say so if there are none and anyone can call."""
+    if settings.api_key_file is not None:
+        signal.signal(signal.SIGHUP, lambda *_: keys.reload())
+    if keys.is_empty and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("no API key is set: everyone who reaches %s can use this server", settings.host)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -65,7 +81,7 @@ def url_of(listener: socket.socket) -> str:
 def banner(settings: Settings, listener: socket.socket) -> str:
     """What is printed once requests are answered: the URL, and a command to paste."""
     url = url_of(listener)
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     return f"{settings.model_name} is ready at {url}\n    curl -F image=@{_example()}{key} {url}/v1/caption"
 
 
@@ -89,6 +105,8 @@ class _Server(uvicorn.Server):
             lifespan="on",
             log_config=None,
             access_log=False,
+            http=protocol_for(app.state.settings),
+            ws="none",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_S + HANG_UP_S,
         )

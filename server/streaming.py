@@ -28,6 +28,8 @@ from starlette.types import Receive, Scope, Send
 from model.tokenizer import Tokenizer
 from server.engine.request import TokenEvent, TokenLogprobs
 from server.errors import APIError, ClientGone, internal_error
+from server.logs import stack_of
+from server.telemetry import current
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, payloads: AsyncGenerator[str, None], close: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._payloads = payloads
         self._close = close
@@ -228,6 +230,8 @@ class EventStream(Response):
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+            else:
+                current().aborted = True
         finally:
             await _cancel(writing, gone)
             await self._close()
@@ -245,9 +249,11 @@ class EventStream(Response):
                 yield payload
             yield "[DONE]"
         except APIError as error:
+            current().broken = True
             yield json.dumps(error.body())
-        except Exception:
-            logger.exception("a stream failed")
+        except Exception as error:
+            current().broken = True
+            logger.error("a stream failed\n%s", stack_of(error))
             yield json.dumps(internal_error().body())
 
 

@@ -71,7 +71,7 @@ class Engine:
             vision_tile_budget=config.vision_tile_budget,
             eos_token_id=self.info.eos_token_id,
         )
-        self._steps = self._prompt_tokens = self._generated_tokens = self._tiles = 0
+        self._steps = self._step_sequences = self._prompt_tokens = self._generated_tokens = self._tiles = 0
         self._aborted_requests = self._failed_requests = self._integrity_errors = 0
 
     @property
@@ -116,6 +116,7 @@ class Engine:
         if plan is None:
             return []
         self._steps += 1
+        self._step_sequences += len(plan.requests)
         try:
             sampled = self._compute(plan)
         except Exception as error:
@@ -132,6 +133,7 @@ class Engine:
             pages_free=self.pool.num_free,
             pages_cached=self.pool.num_cached,
             steps=self._steps,
+            step_sequences=self._step_sequences,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             tiles_encoded=self._tiles,
@@ -203,6 +205,7 @@ class Engine:
                     token_ids=[token.token_id],
                     logprobs=None if token.logprobs is None else [token.logprobs],
                     finish_reason=reason,
+                    queue_s=request.queue_s if request.num_generated == 1 else None,
                     cached_tokens=request.num_cached if request.num_generated == 1 else None,
                 )
             )
