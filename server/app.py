@@ -20,7 +20,7 @@ from server.middleware import BodyLimit, HeadLimit, LastNet, Observe, SecurityHe
 from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from server.ratelimit import ClientLimits
 from server.request_metrics import RequestMetrics
-from server.routes import caption, chat, completions, health, models, tokenize
+from server.routes import caption, chat, completions, health, metrics, models, tokenize
 from server.service import Service
 from server.settings import Settings
 
@@ -52,7 +52,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", lifespan=lifespan)
     app.state.settings = settings
     app.state.failure = None  # why the start failed, in words for a person
-    for module in (chat, completions, models, caption, tokenize, health):
+    for module in (chat, completions, models, caption, tokenize, health, metrics):
         app.include_router(module.router)
     install_handlers(app)
     _guard(app, settings)

@@ -65,7 +65,8 @@ def _flag(name: str) -> inspect.Parameter:
     field = Settings.model_fields[name]
     default = field.get_default()
     shown: Any = False if default in (None, ()) else str(default)
-    option = typer.Option(flag_name(name), help=field.description, show_default=shown, rich_help_panel="Settings")
+    flags = f"{flag_name(name)}/--no-{flag_name(name)[2:]}" if field.annotation is bool else flag_name(name)
+    option = typer.Option(flags, help=field.description, show_default=shown, rich_help_panel="Settings")
     kind = list[str] if typing.get_origin(field.annotation) is tuple else _without_none(field.annotation)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -88,12 +89,13 @@ BaseURL = Annotated[
 @with_settings
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP. Settings also come from VL2_* variables and from --config FILE."""
+    from server.engine.request import EngineError
     from server.errors import StartupError
     from server.serve import serve as run
 
     try:
         run(settings)
-    except StartupError as error:
+    except (StartupError, EngineError) as error:
         fail(str(error))
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from model.tokenizer import Tokenizer
 from server.engine.client import EngineClient
-from server.engine.request import EngineDeadError, EngineRequest, RequestRejected, SamplingParams
+from server.engine.request import EngineDeadError, EngineRequest, QueueFull, RequestRejected, SamplingParams
 from server.errors import APIError
 from server.prepare import PreparedPrompt
-from server.protocol import INT64_MAX, GenerationRequest, Usage
+from server.protocol import INT64_MAX, GenerationRequest, PromptTokensDetails, Usage
 from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken, visible_tokens
 from server.telemetry import current
 
@@ -36,11 +36,13 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.scored += delta.scored
+        self.cached_tokens += delta.cached_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
 
@@ -95,7 +97,12 @@ def make_jobs(
             min_tokens=body.min_tokens,
         )
         request = EngineRequest(
-            request_id=f"{request_id}-{choice}", token_ids=prompt.token_ids, images=prompt.images, sampling=sampling
+            request_id=f"{request_id}-{choice}",
+            token_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
         )
         jobs.append(Job(request, decoder))
     return jobs
@@ -167,12 +174,14 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
                     message = f"The engine could not finish this request: {event.error}"
                     raise APIError(500, message, code="engine_error")
                 if event.finish_reason == "abort":
-                    raise APIError(503, "The request was aborted because the server stops.", code="aborted")
+                    raise APIError(503, f"The request was aborted: {event.error or 'on demand'}.", code="aborted")
                 delta = job.decoder.feed(event)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         raise APIError(500, "The engine ended this request without a result.", code="engine_error")
+    except QueueFull as error:
+        raise APIError(429, f"Try again later: {error}.", code="queue_full", headers={"Retry-After": "1"}) from error
     except RequestRejected as error:
         raise APIError(400, str(error), code="request_rejected") from error
     except EngineDeadError as error:
@@ -196,11 +205,15 @@ async def collect(engine: EngineClient, jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
-def usage(prompts: Sequence[PreparedPrompt], completion_tokens: int) -> Usage:
-    """Counts for an answer: each prompt once, however many choices it has."""
+def usage(prompts: Sequence[PreparedPrompt], completion_tokens: int, cached_tokens: int) -> Usage:
+    """Counts for an answer: each prompt once, however many choices it has.
+
+    So are `cached_tokens`, those of each prompt's first choice: the others find what the first one computed.
+    """
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )

@@ -201,6 +201,8 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool = False
     skip_special_tokens: bool | None = None
     return_token_ids: bool = False
+    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
 
     # Accepted and ignored: they change nothing in an answer.
     user: str | None = None
@@ -338,10 +340,15 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int  # found computed by earlier requests
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(BaseModel):

@@ -44,10 +44,10 @@ class RequestMetrics:
         self._per_token = histogram(
             "vl2_time_per_output_token_seconds", "Each choice: mean time between its tokens.", _TOKEN_SECONDS
         )
-        self._prompt_tokens = counter("vl2_prompt_tokens", "Tokens of prompts, image slots included.")
-        self._completion_tokens = counter("vl2_completion_tokens", "Tokens generated and read by a client.")
-        self._images = counter("vl2_images", "Pictures in prompts.")
-        self._tiles = counter("vl2_image_tiles", "Tiles of these pictures, the global views included.")
+        self._prompt_tokens = counter("vl2_request_prompt_tokens", "Tokens of prompts, image slots included.")
+        self._completion_tokens = counter("vl2_request_completion_tokens", "Tokens of answers.")
+        self._images = counter("vl2_request_images", "Pictures in prompts.")
+        self._tiles = counter("vl2_request_tiles", "Tiles of these pictures, the global views included.")
 
     def observe(self, record: Record) -> None:
         route = record.route or NO_ROUTE

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import shlex
 import signal
 import socket
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -25,23 +25,27 @@ from server.wire import protocol_for
 
 logger = logging.getLogger(__name__)
 
-# How long open answers may take to end once the server is told to stop; then they end with an error.
-SHUTDOWN_S = 10
-# How long their connections may take after that.
+# How long connections may take to close once their answers have ended.
 HANG_UP_S = 5
 
 
 def serve(settings: Settings) -> None:
-    """Serve until a signal ends it. Raises ConfigurationError when the address can't be had, StartupError later."""
+    """Serve until a signal ends it, or an engine that cannot be kept alive.
+
+    Raises ConfigurationError when the address can't be had, StartupError when the application does not start, and
+    EngineError when the engine is given up.
+    """
     configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
     app = create_app(settings)
     _prepare_keys(settings, app.state.keys)
-    server = _Server(app, banner=banner(settings, listener))
+    server = _Server(app, settings.shutdown_timeout, banner=banner(settings, listener))
     try:
         server.run(sockets=[listener])
     except SystemExit as error:  # uvicorn's way to say that the application did not start
         raise StartupError(app.state.failure or "the server did not start; see its log") from error
+    if app.state.service.engine.failure is not None:
+        raise app.state.service.engine.failure
 
 
 def _prepare_keys(settings: Settings, keys: KeyRing) -> None:
@@ -97,9 +101,14 @@ def _example() -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with a banner, plain start-up errors, and a start that a signal can end."""
+    """uvicorn with a banner, plain start-up errors, a start that a signal can end, and an end in steps.
 
-    def __init__(self, app: FastAPI, banner: str | None = None) -> None:
+    Told to stop, it goes on to listen: /health and new requests get a 503, so that whoever balances the load sends them
+    elsewhere, while running requests end. When they have, or after `shutdown_timeout` seconds, it closes; answers that
+    are not finished by then end with an error, rather than cut off. A second signal ends it at once.
+    """
+
+    def __init__(self, app: FastAPI, shutdown_timeout: float, banner: str | None = None) -> None:
         config = uvicorn.Config(
             _PlainStartup(app),
             lifespan="on",
@@ -108,35 +117,44 @@ class _Server(uvicorn.Server):
             http=protocol_for(app.state.settings),
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S + HANG_UP_S,
+            timeout_graceful_shutdown=HANG_UP_S,
         )
         super().__init__(config)
         self._app = app
         self._banner = banner
+        self._shutdown_timeout = shutdown_timeout
+        self._stopping_since: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._banner is not None:
             print(self._banner, flush=True)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ended = asyncio.Event()
-        watch = asyncio.create_task(self._end_generations(ended))
-        await super().shutdown(sockets)
-        ended.set()
-        await watch
+    def begin_stop(self) -> None:
+        """Take nothing new; end once what runs has ended."""
+        self._stopping_since = time.monotonic()
+        self._app.state.service.draining = True
 
-    async def _end_generations(self, ended: asyncio.Event) -> None:
-        """Stop the engine when answers take too long to end: their clients are told, rather than cut off."""
-        try:
-            await asyncio.wait_for(ended.wait(), SHUTDOWN_S)
-        except TimeoutError:
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._is_done() or self._app.state.service.engine.failure is not None
+
+    def _is_done(self) -> bool:
+        if self._stopping_since is None:
+            return False
+        return not self.server_state.tasks or time.monotonic() - self._stopping_since >= self._shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.tasks:  # their clients are told
             await self._app.state.service.stop()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         if not self.started:  # the model still loads: nothing is open that could be ended in peace
             raise KeyboardInterrupt
-        super().handle_exit(sig, frame)
+        if self._stopping_since is None:
+            self.begin_stop()
+        else:
+            super().handle_exit(sig, frame)
 
 
 class _PlainStartup:
@@ -157,21 +175,22 @@ class _PlainStartup:
 class BackgroundServer:
     """The same server in a thread, on a free port of the loopback address. A context manager.
 
-    Raises StartupError on entry when the application does not start.
+    Raises StartupError on entry when the application does not start. `ended` is set when the server has ended, perhaps
+    by itself.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.app = create_app(settings)
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
-        self._server = _Server(self.app)
-        self._ended = threading.Event()
+        self._server = _Server(self.app, settings.shutdown_timeout)
+        self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vl2-server", daemon=True)
 
     def __enter__(self) -> BackgroundServer:
         self._thread.start()
         while not self._server.started:
-            if self._ended.wait(0.05):
+            if self.ended.wait(0.05):
                 raise StartupError(self.app.state.failure or "the server did not start; see its log")
         return self
 
@@ -181,10 +200,10 @@ class BackgroundServer:
 
     def stop(self) -> None:
         """Begin to end, as a signal would; leaving the context waits for the end."""
-        self._server.should_exit = True
+        self._server.begin_stop()
 
     def _run(self) -> None:
         try:
             self._server.run(sockets=[self._listener])
         finally:
-            self._ended.set()
+            self.ended.set()

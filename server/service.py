@@ -35,6 +35,7 @@ class Service:
         self.preparer = preparer
         self.engine = engine
         self.created = int(time.time())
+        self.draining = False  # told to stop: what runs may end, nothing new begins
 
     @classmethod
     async def start(cls, settings: Settings) -> Service:
@@ -81,7 +82,12 @@ class Service:
             raise APIError(404, message, param="model", code="model_not_found")
 
     def check_alive(self) -> None:
-        """Raises APIError (503) when the engine is dead or hung: waiting for it would help nobody."""
+        """Raises APIError (503) when nothing new can be served: waiting for it would help nobody.
+
+        That is while the engine is dead or hung, and once the server has been told to stop.
+        """
+        if self.draining:
+            raise APIError(503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "10"})
         if not self.engine.healthy:
             raise engine_dead()
 
@@ -114,8 +120,12 @@ def engine_config(settings: Settings) -> EngineConfig:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vision_tile_budget=settings.vision_tile_budget,
+        prefix_caching=settings.prefix_caching,
+        vision_cache_bytes=settings.vision_cache_bytes,
+        max_queued_requests=settings.max_queued_requests,
         seed=settings.seed,
         log_level=settings.log_level.upper(),
+        log_format=settings.log_format,
     )
 
 

@@ -78,6 +78,18 @@ class Settings(BaseSettings):
     )
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Most prompt tokens computed in one step.")
     vision_tile_budget: int = Field(default=16, ge=1, description="Most image tiles encoded in one step.")
+    prefix_caching: bool = Field(
+        default=True, description="Reuse what was computed for equal beginnings of prompts, pictures included."
+    )
+    vision_cache_bytes: int = Field(
+        default=1 << 30, ge=0, description="Device memory for features of pictures, those of running requests included."
+    )
+    max_queued_requests: int = Field(
+        default=256, ge=0, description="Most requests that wait beside --max-num-seqs running ones; others get a 429."
+    )
+    shutdown_timeout: float = Field(
+        default=30.0, ge=0, description="Seconds that running requests have to end after SIGTERM or Ctrl-C."
+    )
     seed: int = Field(
         default=0,
         ge=0,

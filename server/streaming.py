@@ -33,6 +33,9 @@ from server.telemetry import current
 
 logger = logging.getLogger(__name__)
 
+# How long one write may wait for a client that does not read what it asked for.
+WRITE_TIMEOUT_S = 60.0
+
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 
@@ -54,6 +57,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # of the prompt, in an answer's first delta
 
 
 class StopMatcher:
@@ -127,7 +131,7 @@ class AnswerDecoder:
 
     def feed(self, event: TokenEvent) -> Delta:
         """What the event adds. After a delta with a finish_reason nothing may be fed."""
-        delta = Delta()
+        delta = Delta(cached_tokens=event.cached_tokens or 0)
         last = len(event.token_ids) - 1
         for place, token in enumerate(event.token_ids):
             ends = place == last and event.finish_reason == "stop" and token in self._stop_token_ids
@@ -212,7 +216,8 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 class EventStream(Response):
     """Server-sent events, one write each, then `[DONE]`. A failure becomes an error event that ends the stream.
 
-    `close` is called when the stream is over, however it ends: a client that leaves is noticed at once.
+    `close` is called when the stream is over, however it ends: a client that leaves is noticed at once, one that stops
+    reading when a write has waited for WRITE_TIMEOUT_S.
     """
 
     media_type = "text/event-stream"
@@ -232,6 +237,9 @@ class EventStream(Response):
                 writing.result()
             else:
                 current().aborted = True
+        except TimeoutError:
+            current().aborted = True
+            logger.warning("a stream was cut off: its client does not read")
         finally:
             await _cancel(writing, gone)
             await self._close()
@@ -240,7 +248,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for payload in self._events():
             body = f"data: {payload}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[str, None]:

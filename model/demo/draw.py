@@ -28,11 +28,15 @@ class Drawable:
 
 @dataclass(frozen=True)
 class Lettering:
-    """Text as a mask, with the x of its characters' edges (one more than characters; None when slanted)."""
+    """Text as a mask, with the x of its characters' edges (one more than characters; None when slanted).
+
+    ``small``: its strokes are too thin to show any but the plainest colours.
+    """
 
     text: str
     mask: Image.Image
     edges: tuple[float, ...] | None
+    small: bool = False
 
     def edges_at(self, x: int) -> tuple[float, ...] | None:
         """The edges when the mask's left side stands at ``x``."""
@@ -60,7 +64,7 @@ def pictogram_drawable(pictogram: Pictogram, size: float, *, flip: bool) -> Draw
     return Drawable(bitmap.getchannel("A"), bitmap.convert("RGB"))
 
 
-def letter(fonts: Fonts, text: str, face: str, points: int, slant: float) -> Lettering:
+def letter(fonts: Fonts, text: str, face: str, points: int, slant: float, *, small: bool = False) -> Lettering:
     """Text set in a face at a size in pixels, turned by ``slant`` degrees; the mask is cropped to the ink."""
     font = fonts.text(face, points)
     left, top, right, bottom = (int(value) for value in font.getbbox(text))
@@ -73,7 +77,7 @@ def letter(fonts: Fonts, text: str, face: str, points: int, slant: float) -> Let
     if not slant:
         advances = [font.getlength(text[:count]) for count in range(len(text) + 1)]
         edges = tuple(advance + 1 - left - box[0] for advance in advances)
-    return Lettering(text, mask.crop(box), edges)
+    return Lettering(text, mask.crop(box), edges, small)
 
 
 @lru_cache(maxsize=8)
@@ -107,7 +111,7 @@ def draw_all(
     boxes: list[Box] = []
     for index in reversed(range(len(things))):
         drawable, corner = things[index]
-        image.paste(drawable.paint, corner if isinstance(drawable.paint, tuple) else corner, drawable.mask)
+        image.paste(drawable.paint, corner, drawable.mask)
         if drawable.filling is not None:
             inner, colour = drawable.filling
             image.paste(colour, corner, inner)

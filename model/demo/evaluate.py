@@ -28,7 +28,7 @@ from model.demo import dense
 from model.demo.dataset import Arrays, empty_arrays, pack
 from model.demo.fonts import find_fonts
 from model.demo.rows import KINDS, Answer, Row, Wording, random_row
-from model.demo.scenes import Scene, view_scale
+from model.demo.scene import Scene, view_scale
 from model.tokenizer import Tokenizer
 from model.vl2 import DeepseekVL2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from model.demo.scenes import Box, Scene, Thing, order_key
+from model.demo.scene import Box, Scene, Thing, order_key
 from model.demo.words import NOUNS, article, number
 
 

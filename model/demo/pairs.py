@@ -9,7 +9,8 @@ from model.demo.facts import capital, describe, groups, join, name_of, quote, th
 from model.demo.fonts import Fonts
 from model.demo.phrases import COUNT, DESCRIBE, READ, roughen
 from model.demo.questions import Dialogue, Turn
-from model.demo.scenes import Request, Scene, Tiles, random_scene
+from model.demo.scene import Request, Scene, Tiles
+from model.demo.scenes import random_scene
 from model.demo.words import NOUNS, article, number
 
 ORDINALS = ("first", "second", "third")

@@ -22,7 +22,8 @@ from model.demo.colours import GROUND_COLOURS, OBJECT_COLOURS
 from model.demo.facts import describe
 from model.demo.fonts import Fonts
 from model.demo.questions import Dialogue, Turn
-from model.demo.scenes import Request, Scene, Tiles, random_scene
+from model.demo.scene import Request, Scene, Tiles
+from model.demo.scenes import random_scene
 from model.demo.words import NOUNS
 from model.image import NEWLINE, PAD_COLOR, TILE_FEATURES, TILE_SIZE, image_layout, tile_grid
 from model.tokenizer import ASSISTANT, USER, Tokenizer

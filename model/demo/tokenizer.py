@@ -19,7 +19,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from model.demo import chat, pairs, questions
 from model.demo.architecture import VOCABULARY_SIZE, write_json
 from model.demo.fonts import Fonts, find_fonts
-from model.demo.scenes import Request, random_scene
+from model.demo.scene import Request
+from model.demo.scenes import random_scene
 from model.tokenizer import ASSISTANT, BOS, EOS, GROUNDING_MARKERS, IMAGE, PAD, USER
 
 CONTROL_TOKENS = (BOS, EOS, PAD, IMAGE, *GROUNDING_MARKERS, USER, ASSISTANT)

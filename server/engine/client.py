@@ -1,7 +1,11 @@
-"""The async side of the engine, in the HTTP process: start it, submit, stream, abort, watch its health, stop it.
+"""The async side of the engine, in the HTTP process: submit, stream, abort, watch its health, restart it, stop it.
 
-The engine is a spawned process at the other end of one ZeroMQ socket in a private folder. This module imports
-no torch, and neither does the process that uses it.
+An engine process that dies takes its requests with it: each of them is told at once. Then a new process is
+started, and requests are served again when its model is loaded. A process that dies again and again without
+having served anything would do so for ever: after `max_crashes` of them in a row the client gives up, and
+`failure` says so.
+
+A stream whose consumer is slow is kept for it, up to `max_unread_events` events; then the request is aborted.
 """
 
 from __future__ import annotations
@@ -9,23 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
-import shutil
-import signal
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import AsyncGenerator
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-import msgspec
-import zmq
-import zmq.asyncio
-
+from server.engine.process import EngineProcess
 from server.engine.request import (
     Abort,
     EngineConfig,
@@ -36,45 +27,33 @@ from server.engine.request import (
     EngineStats,
     Events,
     FromEngine,
-    LoadFailed,
     Ping,
     Pong,
     QueueFull,
-    Ready,
     Rejected,
     RequestRejected,
-    Shutdown,
     Submit,
-    ToEngine,
     TokenEvent,
 )
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# A process that fails to load says why and exits; the exit may be noticed first.
-LAST_WORDS_S = 1.0
+TOO_SLOW = "the answer was not read as fast as it was made"
 
 
 class EngineClient:
-    """One engine process. start() once, generate() any number of times at once, stop() at the end."""
+    """An engine that is kept running. start() once, generate() any number of times at once, stop() at the end."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.num_restarts = 0
+        self.failure: EngineError | None = None  # why the engine is not started again
         self._info: EngineInfo | None = None
-        self._process: BaseProcess | None = None
-        self._stopping = False
-        self._folder: Path | None = None
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._process: EngineProcess | None = None
+        self._has_served = False  # whether the process now running has generated anything
         self._streams: dict[str, asyncio.Queue[TokenEvent | Exception]] = {}
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
         self._num_pings = 0
-        self._started: asyncio.Future[EngineInfo] | None = None
-        self._exited = asyncio.Event()
-        self._last_heard = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -86,42 +65,24 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """Whether the process lives and has said something within the heartbeat timeout."""
-        silence = time.monotonic() - self._last_heard
-        return self._info is not None and not self._exited.is_set() and silence < self.config.heartbeat_timeout_s
+        """Whether the process is ready, lives and has said something within the heartbeat timeout."""
+        process = self._process
+        return process is not None and process.alive and process.silence_s < self.config.heartbeat_timeout_s
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> EngineInfo:
-        """Spawn the process and wait until the model is loaded.
+        """Start the engine and wait until the model is loaded.
 
         Raises EngineError with the process's own message if loading fails, or if it dies meanwhile.
         """
         if self._process is not None:
             raise RuntimeError("the engine has been started already")
-        loop = asyncio.get_running_loop()
-        self._folder = Path(tempfile.mkdtemp(prefix="vl2-engine-"))  # mode 0700: nobody else can connect
-        address = f"ipc://{self._folder}/socket"
-        socket = self._socket = self._context.socket(zmq.PAIR)
-        socket.bind(address)
-        self._started = loop.create_future()
-        process = multiprocessing.get_context("spawn").Process(
-            target=_engine_process, args=(self.config, address, str(self._folder)), name="vl2-engine", daemon=True
-        )
-        self._process = process
-        try:
-            process.start()
-            loop.add_reader(process.sentinel, self._on_exit, process)
-            self._tasks = [asyncio.create_task(self._receive(socket))]
-            self._info = await self._started
-            shutil.rmtree(self._folder)  # both ends are connected: the name is of no more use
-        except BaseException:
-            await self.stop()
-            raise
-        self._tasks.append(asyncio.create_task(self._heartbeat()))
-        return self._info
+        info = await self._launch()
+        self._tasks = [asyncio.create_task(self._heartbeat()), asyncio.create_task(self._supervise())]
+        return info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """The request's events, the last of them with a finish_reason.
@@ -130,12 +91,11 @@ class EngineClient:
         RequestRejected for a request that can't be served (QueueFull: not now), EngineDeadError when the process is
         gone or goes.
         """
-        if self._info is None or self._exited.is_set():
-            raise EngineDeadError("the engine is not running")
+        process = self._living()
         if request.request_id in self._streams:
             raise RequestRejected(f"request id {request.request_id} is already in use")
         queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
-        self._post(Submit(request))
+        process.post(Submit(request))
         self._streams[request.request_id] = queue
         ended = False
         try:
@@ -146,110 +106,103 @@ class EngineClient:
                     raise item
                 yield item
         finally:
-            del self._streams[request.request_id]
-            if not ended and not self._exited.is_set():
-                self._post(Abort(request.request_id))
+            if self._streams.get(request.request_id) is queue:
+                del self._streams[request.request_id]
+                if not ended and process.alive:
+                    process.post(Abort(request.request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets an event with finish_reason "abort" unless it ended before."""
-        if not self._exited.is_set():
-            self._post(Abort(request_id))
+        if self._process is not None and self._process.alive:
+            self._process.post(Abort(request_id))
 
     async def stats(self) -> EngineStats:
         """The engine's gauges and counters now. EngineDeadError when the process is gone or goes."""
-        if self._info is None or self._exited.is_set():
-            raise EngineDeadError("the engine is not running")
+        process = self._living()
         self._num_pings += 1
         number = self._num_pings
         self._pings[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(Ping(number))
+            process.post(Ping(number))
             return await self._pings[number]
         finally:
             del self._pings[number]
 
     async def stop(self) -> None:
-        """End the process, by force if it does not end by itself, and remove its socket. May be called twice."""
-        process = self._process
-        if process is None or self._stopping:
-            return
-        self._stopping = True
-        if process.pid is not None:
-            if not self._exited.is_set():
-                self._post(Shutdown())
-                await self._wait_for_exit(process)
-            process.join()
-        self._fail_waiting(EngineDeadError("the engine was stopped"))
-        for task in self._tasks:
+        """End the process, by force if it does not end by itself, and tell who waits for it. May be called twice."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
-        if self._folder is not None and self._folder.exists():
-            shutil.rmtree(self._folder)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._process is not None:
+            await self._process.stop()
+        self._fail_waiting(EngineDeadError("the engine was stopped"))
 
-    async def _wait_for_exit(self, process: BaseProcess) -> None:
-        for end_harder in (process.terminate, process.kill):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exited.wait(), self.config.stop_timeout_s)
-                return
-            logger.warning("the engine process did not end within %.0f s", self.config.stop_timeout_s)
-            end_harder()
-        await self._exited.wait()
+    def _living(self) -> EngineProcess:
+        """The process, if it can take messages. Raises EngineDeadError."""
+        if self._process is None or not self._process.alive:
+            raise EngineDeadError("the engine is not running")
+        return self._process
 
-    def _post(self, message: ToEngine) -> None:
-        """Send without waiting: ZeroMQ keeps the order, and sends at once unless its buffer is full."""
-        assert self._socket is not None
-        self._socket.send(self._encoder.encode(message))
+    async def _launch(self) -> EngineInfo:
+        self._has_served = False
+        self._process = EngineProcess(self.config, self._receive)
+        self._info = await self._process.start()
+        return self._info
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+    async def _supervise(self) -> None:
+        """Start the engine again whenever it dies, unless it does nothing else."""
+        crashes = 0
         while True:
-            message: FromEngine = self._decoder.decode(await socket.recv())
-            self._last_heard = time.monotonic()
-            match message:
-                case Events(events):
-                    for event in events:
-                        self._deliver(event.request_id, event)
-                case Rejected(request_id, text, queue_full):
-                    self._deliver(request_id, (QueueFull if queue_full else RequestRejected)(text))
-                case Pong(number, stats):
-                    ping = self._pings.get(number)
-                    if ping is not None and not ping.done():
-                        ping.set_result(stats)
-                case Ready(info):
-                    self._settle_start(info)
-                case LoadFailed(text):
-                    self._settle_start(EngineError(text))
+            process = self._process
+            assert process is not None
+            await process.exited.wait()
+            self._fail_waiting(EngineDeadError("the engine process died"))
+            crashes = 1 if self._was_stable(process) else crashes + 1
+            await process.stop()
+            if crashes >= self.config.max_crashes:
+                self.failure = EngineError(f"the engine died {crashes} times in a row without serving anything")
+                logger.critical("%s, the last time with exit code %s", self.failure, process.exitcode)
+                return
+            self.num_restarts += 1
+            logger.warning("starting the engine again")
+            with contextlib.suppress(EngineError):  # then its end, which is logged, counts as one more crash
+                await self._launch()
+
+    def _was_stable(self, process: EngineProcess) -> bool:
+        if process.ready_since is None:
+            return False
+        return self._has_served or time.monotonic() - process.ready_since >= self.config.stable_after_s
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Events(events):
+                for event in events:
+                    self._has_served = self._has_served or bool(event.token_ids)
+                    self._deliver(event.request_id, event)
+            case Rejected(request_id, text, queue_full):
+                self._deliver(request_id, (QueueFull if queue_full else RequestRejected)(text))
+            case Pong(number, stats):
+                ping = self._pings.get(number)
+                if ping is not None and not ping.done():
+                    ping.set_result(stats)
 
     def _deliver(self, request_id: str, item: TokenEvent | Exception) -> None:
         queue = self._streams.get(request_id)
-        if queue is not None:  # otherwise its consumer has left, and an abort is on its way
-            queue.put_nowait(item)
+        if queue is None:  # its consumer has left, and an abort is on its way
+            return
+        if queue.qsize() >= self.config.max_unread_events:
+            del self._streams[request_id]
+            logger.warning("request %s is aborted: %s", request_id, TOO_SLOW)
+            self._living().post(Abort(request_id))
+            item = TokenEvent(request_id=request_id, finish_reason="abort", error=TOO_SLOW)
+        queue.put_nowait(item)
 
     async def _heartbeat(self) -> None:
-        while not self._exited.is_set():
+        while True:
             await asyncio.sleep(self.config.ping_interval_s)
-            self._post(Ping(0))
-
-    def _on_exit(self, process: BaseProcess) -> None:
-        """The process has ended, for whatever reason: everyone who waits for it is told."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(process.sentinel)
-        process.join(1.0)  # its end of a pipe has closed; the exit code follows within a moment
-        self._exited.set()
-        if not self._stopping:
-            logger.error("the engine process ended by itself, exit code %s", process.exitcode)
-        self._fail_waiting(EngineDeadError("the engine process died"))
-        error = EngineError(f"the engine process died while it was starting, exit code {process.exitcode}")
-        loop.call_later(LAST_WORDS_S, self._settle_start, error)
-
-    def _settle_start(self, outcome: EngineInfo | Exception) -> None:
-        assert self._started is not None
-        if self._started.done():
-            return
-        if isinstance(outcome, Exception):
-            self._started.set_exception(outcome)
-        else:
-            self._started.set_result(outcome)
+            if self._process is not None and self._process.alive:
+                self._process.post(Ping(0))
 
     def _fail_waiting(self, error: EngineDeadError) -> None:
         for queue in self._streams.values():
@@ -257,24 +210,3 @@ class EngineClient:
         for ping in self._pings.values():
             if not ping.done():
                 ping.set_exception(error)
-
-
-def _engine_process(config: EngineConfig, address: str, folder: str) -> None:
-    """What the spawned process runs."""
-    logging.basicConfig(level=config.log_level, format=LOG_FORMAT)
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-
-    from server.engine.core import serve  # here, because it brings torch with it
-
-    sys.exit(serve(config, address))
-
-
-def _end_with_parent(folder: str) -> None:
-    """Wait for the parent's death, in whatever manner, and end this process with it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)

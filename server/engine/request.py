@@ -57,12 +57,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 256  # beside max_num_seqs that run
     seed: int = 0  # for dummy weights; requests without a seed draw theirs from the system
     log_level: str = "INFO"
+    log_format: Literal["text", "json"] = "text"
     ping_interval_s: float = 1.0
     heartbeat_timeout_s: float = 30.0  # silence after which a living process counts as hung
     stop_timeout_s: float = 10.0  # patience with a shutdown before the process is killed
+    max_crashes: int = 3  # deaths in a row, without anything served between them, after which it stays dead
+    stable_after_s: float = 60.0  # a process that has lived for so long breaks the row
+    max_unread_events: int = 1024  # of one request, before it is aborted for its slow reader
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "prefill_chunk_tokens", "vision_tile_budget"):
+        at_least_one = (
+            "max_num_seqs",
+            "prefill_chunk_tokens",
+            "vision_tile_budget",
+            "max_crashes",
+            "max_unread_events",
+        )
+        for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("vision_cache_bytes", "max_queued_requests"):

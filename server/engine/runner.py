@@ -56,7 +56,7 @@ class Runner:
             dtype=self.dtype,
             load_format=config.load_format,
             seed=config.seed,
-            progress=False,
+            progress=True,
         )
         language = self.model.config.language
         self.row_shape = (PAGE_SIZE, language.kv_row_size)

@@ -64,7 +64,7 @@ async def chat_completions(request: Request) -> Response:
         created=form.created,
         model=body.model,
         choices=[form.choice(index, answer) for index, answer in enumerate(answers)],
-        usage=usage([prompt], sum(len(answer.token_ids) for answer in answers)),
+        usage=usage([prompt], sum(len(answer.token_ids) for answer in answers), answers[0].cached_tokens),
         prompt_token_ids=prompt.token_ids if body.return_token_ids else None,
     )
     return json_response(completion)
@@ -93,13 +93,14 @@ class _Form:
     async def stream(self, prompt: PreparedPrompt, generation: Generation) -> AsyncGenerator[str, None]:
         """The events of a streamed answer: for each choice the role first and the finish_reason last; then usage."""
         body = self._body
-        completion_tokens = 0
+        completion_tokens = cached_tokens = 0
         for index in range(body.n):
             first = ChunkChoice(index=index, delta=ChunkDelta(role="assistant", content=""))
             shown = prompt.token_ids if body.return_token_ids and index == 0 else None
             yield self._chunk([first], prompt_token_ids=shown)
         async for index, delta in generation.deltas():
             completion_tokens += len(delta.token_ids)
+            cached_tokens += delta.cached_tokens if index == 0 else 0
             token_ids = delta.token_ids if body.return_token_ids and delta.token_ids else None
             if delta.text or token_ids:
                 grown = ChunkChoice(index=index, delta=ChunkDelta(content=delta.text), token_ids=token_ids)
@@ -108,7 +109,7 @@ class _Form:
             if delta.finish_reason is not None:
                 yield self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=delta.finish_reason)])
         if self._with_usage:
-            yield self._chunk([], usage=usage([prompt], completion_tokens))
+            yield self._chunk([], usage=usage([prompt], completion_tokens, cached_tokens))
 
     def _chunk(
         self, choices: list[ChunkChoice], *, usage: Usage | None = None, prompt_token_ids: list[int] | None = None

@@ -80,15 +80,20 @@ class _Form:
             created=self._created,
             model=self._body.model,
             choices=choices,
-            usage=usage(self._prompts, sum(len(answer.token_ids) for answer in answers)),
+            usage=usage(
+                self._prompts,
+                sum(len(answer.token_ids) for answer in answers),
+                sum(answer.cached_tokens for answer in answers[:: self._body.n]),
+            ),
         )
 
     async def stream(self, generation: Generation) -> AsyncGenerator[str, None]:
         """The events of a streamed answer; the last of each choice has its finish_reason, then comes the usage."""
-        completion_tokens = 0
+        completion_tokens = cached_tokens = 0
         begun: set[int] = set()
         async for index, delta in generation.deltas():
             completion_tokens += len(delta.token_ids)
+            cached_tokens += delta.cached_tokens if index % self._body.n == 0 else 0
             choice = CompletionChoice(index=index, text=delta.text, finish_reason=delta.finish_reason)
             choice.logprobs = self._logprobs(delta.scored)
             if index not in begun:
@@ -101,7 +106,7 @@ class _Form:
                 begun.add(index)
                 yield self._chunk([choice])
         if self._with_usage:
-            yield self._chunk([], usage(self._prompts, completion_tokens))
+            yield self._chunk([], usage(self._prompts, completion_tokens, cached_tokens))
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
         form = Completion if self._with_usage else CompletionChunk

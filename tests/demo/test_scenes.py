@@ -9,7 +9,8 @@ from model.demo.architecture import CANDIDATES
 from model.demo.colours import GROUND_COLOURS, OBJECT_COLOURS, sample_ground, sample_object_colour, to_lab
 from model.demo.facts import describe
 from model.demo.fonts import Fonts
-from model.demo.scenes import HELD_OUT, Request, random_scene
+from model.demo.scene import HELD_OUT, Request
+from model.demo.scenes import random_scene
 from model.image import tile_grid
 
 REQUESTS = [Request(), Request(simple=True), Request("double"), Request("quad", small_print=True), Request(brief=True)]

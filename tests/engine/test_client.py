@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from server.engine.client import EngineClient
+from server.engine.client import TOO_SLOW, EngineClient
 from server.engine.request import (
     EngineConfig,
     EngineDeadError,
@@ -114,12 +114,16 @@ def test_streams_rejections_aborts_and_departures() -> None:
     asyncio.run(scenario())
 
 
-def test_a_killed_engine_is_reported_at_once() -> None:
+def kill(client: EngineClient) -> None:
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+
+
+def test_a_killed_engine_is_reported_at_once_and_started_again() -> None:
     async def scenario() -> None:
         async with running() as client:
             tasks = [(await first_event(client, str(i)))[0] for i in range(3)]
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
+            kill(client)
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 3
             assert not client.healthy
@@ -127,6 +131,55 @@ def test_a_killed_engine_is_reported_at_once() -> None:
                 await collect(client, endless("late"))
             with pytest.raises(EngineDeadError):
                 await client.stats()
+
+            async def healthy() -> bool:
+                return client.healthy
+
+            await eventually(healthy)
+            events = await collect(client, case_request(VARIANT, "text_short"))
+            assert tokens_of(events) == greedy_tokens(VARIANT, "text_short")
+            assert (client.num_restarts, client.failure, client._streams) == (1, None, {})
+            kill(client)
+            await client.stop()  # in the middle of a restart, perhaps
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
+    async def scenario() -> None:
+        async with running(max_crashes=2) as client:
+            kill(client)
+
+            async def restarted() -> bool:
+                return client.num_restarts == 1 and client.healthy
+
+            await eventually(restarted)
+            kill(client)
+
+            async def failed() -> bool:
+                return client.failure is not None
+
+            await eventually(failed)
+            assert "died 2 times in a row" in str(client.failure)
+            assert not client.healthy
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_does_not_read_loses_its_request_alone() -> None:
+    async def scenario() -> None:
+        async with running(max_unread_events=5) as client, aclosing(client.generate(endless("slow"))) as stream:
+            await anext(stream)
+
+            async def idle() -> bool:
+                return (await client.stats()).running == 0
+
+            await eventually(idle)
+            events = [event async for event in stream]
+            assert len(events) == 6
+            assert events[-1].finish_reason == "abort" and events[-1].error == TOO_SLOW
+            assert len(await collect(client, case_request(VARIANT, "text_short", max_tokens=3))) == 3
+            assert (await client.stats()).aborted_requests == 1
 
     asyncio.run(scenario())
 
@@ -211,12 +264,13 @@ def test_an_engine_that_cannot_go_on_exits() -> None:
 
     async def scenario() -> None:
         async with running() as client:
-            assert client._socket is not None
+            process = client._process
+            assert process is not None and process._socket is not None
             task, _ = await first_event(client, "r")
-            client._socket.send(b"not a message")
+            process._socket.send(b"not a message")
             with pytest.raises(EngineDeadError):
                 await task
-            assert client._process is not None and client._process.exitcode == 70
+            assert process.exitcode == 70
 
     asyncio.run(scenario())
 

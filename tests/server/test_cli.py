@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
 from server.cli import app
+from server.engine.request import EngineConfig, EngineError
 from server.serve import BackgroundServer
+from server.service import engine_config
 from server.settings import Settings
-from tests.conftest import API_KEY, MODEL, chat_body, colour, wait_until
+from tests.conftest import API_KEY, MODEL, PATIENCE_S, chat_body, colour, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ["--device", "cpu", "--dtype", "float32"]
@@ -102,7 +105,7 @@ def test_serve_from_banner_to_signal(tmp_path: Path) -> None:
         children = psutil.Process(served.process.pid).children(recursive=True)
         assert children
         served.process.send_signal(signal.SIGTERM)
-        served.process.wait(timeout=60)
+        assert served.process.wait(timeout=60) == 0
         wait_until(lambda: not any(child.is_running() for child in children))
         log = served.log.read_text()
         assert "POST '/v1/chat/completions' 200" in log and "id=an-id" in log
@@ -111,9 +114,10 @@ def test_serve_from_banner_to_signal(tmp_path: Path) -> None:
             assert secret not in log
 
 
-def test_a_dead_engine_shows(tmp_path: Path) -> None:
+def test_a_dead_engine_shows_and_comes_back(tmp_path: Path) -> None:
     with serve(tmp_path) as served, httpx.Client(base_url=served.url, timeout=120) as client:
         assert client.get("/health").status_code == 200
+        answer = client.post("/v1/chat/completions", json=chat_body("x")).json()["choices"]
         body = chat_body("x", max_tokens=3000, ignore_eos=True, stream=True)
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()
@@ -122,17 +126,56 @@ def test_a_dead_engine_shows(tmp_path: Path) -> None:
                 child.kill()
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
-        wait_until(lambda: client.get("/health").status_code == 503)
+        assert client.get("/health").status_code == 503  # a model takes longer to load than this to ask
         assert client.post("/v1/chat/completions", json=chat_body("x")).status_code == 503
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/chat/completions", json=chat_body("x")).json()["choices"] == answer
         served.process.send_signal(signal.SIGTERM)
-        served.process.wait(timeout=60)
+        assert served.process.wait(timeout=60) == 0
 
 
-def test_an_answer_that_outlasts_the_shutdown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.serve.SHUTDOWN_S", 0.2)
+def test_an_engine_that_is_given_up_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(settings: Settings) -> EngineConfig:
+        return msgspec.structs.replace(engine_config(settings), max_crashes=1)
+
+    monkeypatch.setattr("server.service.engine_config", config)
+    with BackgroundServer(Settings(device="cpu", dtype="float32")) as server:
+        engine = server.app.state.service.engine
+        psutil.Process(engine.pid).kill()
+        assert server.ended.wait(PATIENCE_S)
+        assert "died 1 times in a row" in str(engine.failure)
+
+
+def test_a_server_that_ended_because_of_its_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(settings: Settings) -> None:
+        raise EngineError("the engine died")
+
+    monkeypatch.setattr("server.serve.serve", failing)
+    result = invoke("serve")
+    assert result.exit_code == 1 and "error: the engine died" in result.stderr
+
+
+def test_a_server_told_to_stop_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
+    body = chat_body("x", max_tokens=100, ignore_eos=True, stream=True)
+    patient = serve(tmp_path, "--shutdown-timeout", "240")
+    with patient as served, httpx.Client(base_url=served.url, timeout=120) as client:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/health").status_code == 503)
+            refused = client.post("/v1/chat/completions", json=chat_body("x"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert served.process.poll() is None
+            last = [line for line in lines if line][-1]
+        assert last == "data: [DONE]"
+        assert served.process.wait(timeout=60) == 0
+
+
+def test_an_answer_that_outlasts_the_shutdown_is_told() -> None:
     body = chat_body("x", max_tokens=3000, ignore_eos=True, stream=True)
     with (
-        BackgroundServer(Settings(device="cpu", dtype="float32")) as server,
+        BackgroundServer(Settings(device="cpu", dtype="float32", shutdown_timeout=0.2)) as server,
         httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as response,
     ):
         lines = response.iter_lines()

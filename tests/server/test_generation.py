@@ -19,6 +19,7 @@ from server.engine.request import (
     EngineDeadError,
     EngineInfo,
     EngineRequest,
+    QueueFull,
     RequestRejected,
     TokenEvent,
 )
@@ -98,6 +99,11 @@ async def rejects(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
     yield event(request)
 
 
+async def is_full(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    raise QueueFull("64 requests are running and 256 waiting")
+    yield event(request)
+
+
 async def dead(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
     raise EngineDeadError("gone")
     yield event(request)
@@ -124,7 +130,12 @@ async def ends_early(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("script", "status", "code"),
-    [(rejects, 400, "request_rejected"), (dead, 503, "engine_dead"), (fails, 500, "engine_error")],
+    [
+        (rejects, 400, "request_rejected"),
+        (is_full, 429, "queue_full"),
+        (dead, 503, "engine_dead"),
+        (fails, 500, "engine_error"),
+    ],
 )
 def test_failures_before_the_first_token_have_a_status(script: Script, status: int, code: str, stream: bool) -> None:
     app, _ = application(script)
@@ -135,7 +146,7 @@ def test_failures_before_the_first_token_have_a_status(script: Script, status: i
         response = post(app, path, body)
         assert response.status_code == status
         assert response.json()["error"]["code"] == code
-        assert ("retry-after" in response.headers) == (status == 503)
+        assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
 @pytest.mark.parametrize(
@@ -197,8 +208,10 @@ def test_a_stop_string_ends_the_request_in_the_engine() -> None:
     assert len(engine.ended) == 1
 
 
-async def leave(app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable[None]]) -> list[dict[str, Any]]:
-    """Speak ASGI as a server does whose client goes away when `left` returns. The messages that were sent."""
+async def speak(
+    app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+) -> None:
+    """Speak ASGI as a server does whose client goes away when `left` returns."""
     raw = json.dumps(body).encode()
     scope = {
         "type": "http",
@@ -214,7 +227,6 @@ async def leave(app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable
         "client": ("test", 1),
     }
     incoming = iter([{"type": "http.request", "body": raw, "more_body": False}])
-    sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
         message = next(incoming, None)
@@ -223,12 +235,14 @@ async def leave(app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable
             return {"type": "http.disconnect"}
         return message
 
+    await asyncio.wait_for(app(scope, receive, send), timeout=60)
+
+
+async def leave(app: FastAPI, body: dict[str, Any], left: Callable[[], Awaitable[None]]) -> None:
     async def send(message: Any) -> None:
-        sent.append(message)
         await asyncio.sleep(0)
 
-    await asyncio.wait_for(app(scope, receive, send), timeout=60)
-    return sent
+    await speak(app, body, left, send)
 
 
 @pytest.mark.parametrize("script", [silent, endless])
@@ -251,6 +265,48 @@ def test_a_client_that_leaves_ends_its_requests(script: Script, stream: bool) ->
 
     asyncio.run(leave(app, chat_body("x", n=2, stream=stream, max_tokens=4000), when_all_run))
     assert len(engine.ended) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_priority_and_salt_reach_the_engine_and_cached_tokens_the_client(stream: bool) -> None:
+    seen: list[tuple[int, str]] = []
+
+    async def cached(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        seen.append((request.priority, request.cache_salt))
+        yield TokenEvent(request_id=request.request_id, token_ids=[65], cached_tokens=64 * len(seen))
+        yield event(request, 65, reason="length")
+
+    app, _ = application(cached)
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    fields = {"n": 2, "priority": -3, "cache_salt": "mine", "stream": stream, **options}
+    bodies = {
+        "/v1/chat/completions": chat_body("x", **fields),
+        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], **fields},
+    }
+    for path, body in bodies.items():
+        response = post(app, path, body)
+        text = response.text if not stream else response.text.strip().split("\n\n")[-2].removeprefix("data: ")
+        usage = json.loads(text)["usage"]
+        expected = 64 if path.startswith("/v1/chat") else (64 * 3) + (64 * 5)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+    assert set(seen) == {(-3, "mine")}
+
+
+def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.streaming.WRITE_TIMEOUT_S", 0.05)
+    app, engine = application(endless)
+
+    async def run() -> None:
+        stuck = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await stuck.wait()
+
+        await speak(app, chat_body("x", stream=True, max_tokens=4000), stuck.wait, send)
+
+    asyncio.run(run())
+    assert len(engine.ended) == 1
 
 
 def test_seeds_wrap_around() -> None:
