@@ -23,6 +23,7 @@ from server.request_metrics import RequestMetrics
 from server.routes import caption, chat, completions, health, metrics, models, tokenize
 from server.service import Service
 from server.settings import Settings
+from server.tracing import tracing_to
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -48,6 +49,8 @@ def create_app(settings: Settings) -> FastAPI:
             yield
         finally:
             await app.state.service.stop()
+            if app.state.tracing is not None:
+                await asyncio.to_thread(app.state.tracing.close)
 
     app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", lifespan=lifespan)
     app.state.settings = settings
@@ -64,6 +67,7 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     """The middleware. The last one added is the outermost: records, ids and headers see what the others refuse."""
     app.state.keys = KeyRing.of(settings)
     app.state.registry = CollectorRegistry()
+    app.state.tracing = None if settings.otlp_endpoint is None else tracing_to(settings.otlp_endpoint)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, patience_s=settings.read_timeout)
     app.add_middleware(ClientLimits, rate=settings.rate_limit, at_once=settings.max_requests_per_client)
     app.add_middleware(KeyAuth, keys=app.state.keys)
@@ -78,7 +82,10 @@ def _guard(app: FastAPI, settings: Settings) -> None:
             expose_headers=["X-Request-ID", "Retry-After"],
         )
     app.add_middleware(SecurityHeaders)
-    app.add_middleware(Observe, observers=[log_request, RequestMetrics(app.state.registry).observe])
+    observers = [log_request, RequestMetrics(app.state.registry).observe]
+    if app.state.tracing is not None:
+        observers.append(app.state.tracing.observe)
+    app.add_middleware(Observe, observers=observers)
 
 
 def _describe_bodies(app: FastAPI) -> None:

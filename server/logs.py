@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line)
 
 
 def configure_logging(level: str, form: LogFormat = "text") -> None:
@@ -37,8 +37,9 @@ def configure_logging(level: str, form: LogFormat = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Their lines at "info" repeat what our own say.
-    for name in ("uvicorn", "httpx", "httpcore"):
+    # What uvicorn warns of is what any stranger can send. The lines of the others at "info" repeat what our own say.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -72,7 +72,7 @@ def test_requests_at_once_of_each_client() -> None:
         again = asyncio.create_task(get("192.0.2.1"))
         await asyncio.sleep(0.01)
         inner.signal.set()
-        assert await asyncio.gather(first[1], other, again) == [200] * 3
+        assert list(await asyncio.gather(first[1], other, again)) == [200] * 3
         inner.fails = True
         assert await get("192.0.2.1") == 500
         assert not limits._running
