@@ -98,13 +98,26 @@ def mla_decode_triton(
         num_warps=4,
         num_stages=3,
     )
-    out = torch.empty(batch, heads, rank, dtype=dtype, device=device)
-    _combine[(batch, heads)](partial, stats, out, splits, SPLITS=triton.next_power_of_2(splits), RANK=rank, num_warps=4)
+    return combine_splits(partial, stats, dtype)
+
+
+def combine_splits(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, heads, width] of the splits' accumulators [B, heads, splits, width] and (maximum, sum) [B, heads, splits, 2].
+
+    All float32; width a power of two. Where no split saw a token the result is zero.
+    """
+    batch, heads, splits, width = partial.shape
+    out = torch.empty(batch, heads, width, dtype=dtype, device=partial.device)
+    block = triton.next_power_of_2(splits)
+    _combine[(batch, heads)](partial, stats, out, splits, SPLITS=block, WIDTH=width, num_warps=4)
     return out
 
 
 def num_splits(batch: int, longest: int) -> int:
-    """Programs a sequence: enough for two a multiprocessor in all, none for less than four blocks of tokens."""
+    """Programs for each of `batch` rows of up to `longest` tokens.
+
+    Enough for two a multiprocessor in all, none for less than four blocks of tokens.
+    """
     wanted = -(-264 // batch)
     return max(1, min(wanted, -(-longest // (4 * _TOKENS))))
 
@@ -185,20 +198,21 @@ def _attend(
 
 
 @triton.jit
-def _combine(partial, stats, out, splits, SPLITS: tl.constexpr, RANK: tl.constexpr):
+def _combine(partial, stats, out, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     """The splits of one head of one sequence, weighed by their maxima; zeros where no token was seen."""
     cell = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    latent = tl.arange(0, RANK)
+    channel = tl.arange(0, WIDTH)
     present = split < splits
     maxima = tl.load(stats + (cell * splits + split) * 2, mask=present, other=float("-inf"))
     totals = tl.load(stats + (cell * splits + split) * 2 + 1, mask=present, other=0.0)
     maximum = tl.max(maxima, 0)
-    weights = tl.where(totals > 0, tl.exp(maxima - maximum), 0.0)
+    # Without any token the maximum is -inf, and -inf less -inf no number.
+    weights = tl.exp(maxima - tl.where(maximum == float("-inf"), 0.0, maximum))
     denominator = tl.sum(weights * totals, 0)
     parts = tl.load(
-        partial + (cell * splits + split)[:, None] * RANK + latent[None, :], mask=present[:, None], other=0.0
+        partial + (cell * splits + split)[:, None] * WIDTH + channel[None, :], mask=present[:, None], other=0.0
     )
     summed = tl.sum(tl.where(weights[:, None] > 0, parts, 0.0) * weights[:, None], 0)
     result = tl.where(denominator > 0, summed / tl.where(denominator > 0, denominator, 1.0), 0.0)
-    tl.store(out + cell * RANK + latent, result.to(out.dtype.element_ty))
+    tl.store(out + cell * WIDTH + channel, result.to(out.dtype.element_ty))

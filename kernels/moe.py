@@ -7,11 +7,11 @@ weights float32 [T, k]. Shared experts are the last of E, chosen by every token 
 Cost: 6 * T * k * H * I operations, and each chosen expert's 3 * H * I weights read once: bound by
 bandwidth below some hundred tokens an expert, by arithmetic above.
 
-Three forms. The reference runs one expert after the other. Many tokens take two grouped matrix products
-over rows sorted by expert. Few tokens (decode) take three Triton launches over a table that lists, for every
-expert, its (token, choice) pairs: gate, up and SiLU in one; down; the weighted sum. A program reads a tile
-of one expert's weights once for up to ROWS of its pairs. Products with the float32 weights are
-summed in float32 and cast back once, as in the reference.
+Three forms. The reference runs one expert after the other. Many tokens take two grouped matrix products over
+rows sorted by expert, with Triton for what stands between and after them. Few tokens (decode) take Triton launches
+over a table that lists, for every expert, its (token, choice) pairs: gate, up and SiLU in one; down; the weighted
+sum. A program reads a tile of one expert's weights once for up to ROWS of its pairs. Products with the float32
+weights are summed in float32 and cast back once, as in the reference.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.activation import silu_mul, silu_mul_reference
 from kernels.lang import tl, triton, use_triton
 
 FEW_TOKENS = 512
@@ -30,7 +31,7 @@ def moe_experts(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tenso
     """[T, H] in hidden's dtype; shapes as in this file's head."""
     if use_triton(hidden) and len(hidden) <= FEW_TOKENS:
         return moe_experts_triton(hidden, gate_up, down, expert_ids, weights)
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+    if use_triton(hidden) and hidden.dtype == torch.bfloat16:
         return _moe_grouped(hidden, gate_up, down, expert_ids, weights)
     return moe_experts_reference(hidden, gate_up, down, expert_ids, weights)
 
@@ -40,15 +41,20 @@ def moe_experts_reference(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_
     order, rows, counts = _sort_by_expert(expert_ids, len(gate_up))
     blocks = hidden[rows].split(counts.tolist())
     outputs = [_mlp(block, gate_up[e], down[e]) for e, block in enumerate(blocks) if len(block)]
-    return _combine(torch.cat(outputs), order, weights)
+    unsorted = torch.empty(len(order), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    unsorted.index_copy_(0, order, torch.cat(outputs))
+    wide = unsorted.unflatten(0, weights.shape).to(weights.dtype)
+    return torch.einsum("tkh,tk->th", wide, weights).to(hidden.dtype)
 
 
 def _moe_grouped(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """All experts in two grouped matrix products, without a trip to the host."""
     order, rows, counts = _sort_by_expert(expert_ids, len(gate_up))
     ends = counts.cumsum(0).to(torch.int32)
-    gate, up = F.grouped_mm(hidden[rows], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    return _combine(F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends), order, weights)
+    activated = silu_mul(F.grouped_mm(hidden[rows], gate_up.transpose(1, 2), offs=ends))
+    outputs = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return weighted_sum_triton(outputs, weights, places)
 
 
 def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,15 +67,28 @@ def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(silu_mul_reference(F.linear(x, gate_up)), down)
 
 
-def _combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Rows back in the order of the choices, [T, k, H], weighted and summed over k."""
-    unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
-    wide = unsorted.unflatten(0, weights.shape).to(weights.dtype)
-    return torch.einsum("tkh,tk->th", wide, weights).to(outputs.dtype)
+def weighted_sum_triton(outputs: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
+    """[T, H]: the sum of each token's k rows of outputs [T * k, H], by weights float32 [T, k].
+
+    places int64 [T * k]: the row of each (token, choice); None: they lie in that order.
+    """
+    (tokens, topk), width = weights.shape, outputs.shape[1]
+    out = torch.empty(tokens, width, dtype=outputs.dtype, device=outputs.device)
+    _weighted_sum[(tokens, triton.cdiv(width, 1024))](
+        outputs,
+        weights,
+        outputs if places is None else places,
+        out,
+        width,
+        TOPK=topk,
+        PLACED=places is not None,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
 
 
 @dataclass(frozen=True)
@@ -134,9 +153,7 @@ def moe_experts_triton(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    out = torch.empty_like(hidden)
-    _weighted_sum[(tokens, triton.cdiv(width, 1024))](outputs, weights, out, width, TOPK=topk, BLOCK=1024, num_warps=4)
-    return out
+    return weighted_sum_triton(outputs, weights)
 
 
 @triton.jit
@@ -209,12 +226,13 @@ def _product(
 
 
 @triton.jit
-def _weighted_sum(outputs, weights, out, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum(outputs, weights, places, out, width, TOPK: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = column < width
     acc = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOPK):
         pair = token * TOPK + choice
-        acc += tl.load(outputs + pair * width + column, mask=used, other=0.0).to(tl.float32) * tl.load(weights + pair)
+        row = tl.load(places + pair) if PLACED else pair
+        acc += tl.load(outputs + row * width + column, mask=used, other=0.0).to(tl.float32) * tl.load(weights + pair)
     tl.store(out + token * width + column, acc.to(out.dtype.element_ty), mask=used)

@@ -13,6 +13,7 @@ The Triton form takes two launches: the logits, and, a program a token, the choi
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.lang import tl, triton, use_triton
@@ -33,12 +34,23 @@ def route(
     scaling_factor: float,
     num_groups: int,
     topk_groups: int,
+    num_shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen experts int64 [T, topk], in no defined order, and their weights float32 [T, topk]."""
+    """Experts int64 [T, topk + num_shared], and their weights float32 of the same shape.
+
+    The chosen come first, in no defined order; then the shared experts, numbered after the routed, with weight 1.
+    """
     if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc") and topk <= _MOST_CHOICES:
         bias = correction_bias if method == "noaux_tc" else None
         return route_triton(
-            hidden, weight, bias, topk=topk, scoring=scoring, normalize=normalize, scaling_factor=scaling_factor
+            hidden,
+            weight,
+            bias,
+            topk=topk,
+            scoring=scoring,
+            normalize=normalize,
+            scaling_factor=scaling_factor,
+            num_shared=num_shared,
         )
     logits = hidden.float() @ weight.t()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
@@ -58,7 +70,9 @@ def route(
     weights = scores.gather(-1, chosen)
     if normalize and topk > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, weights * scaling_factor
+    shared = torch.arange(len(weight), len(weight) + num_shared, device=hidden.device)
+    chosen = torch.cat((chosen, shared.expand(len(chosen), -1)), dim=-1)
+    return chosen, F.pad(weights * scaling_factor, (0, num_shared), value=1.0)
 
 
 def _best_in_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, topk: int) -> Tensor:
@@ -80,13 +94,14 @@ def route_triton(
     scoring: str,
     normalize: bool,
     scaling_factor: float,
+    num_shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = len(hidden), len(weight)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=hidden.device)
     grid = (tokens, triton.cdiv(experts, 8))
     _logits[grid](hidden, weight, logits, experts, hidden.shape[1], EXPERTS=8, CHUNK=512, num_warps=4)
-    chosen = torch.empty(tokens, topk, dtype=torch.int64, device=hidden.device)
-    weights = torch.empty(tokens, topk, dtype=torch.float32, device=hidden.device)
+    chosen = torch.empty(tokens, topk + num_shared, dtype=torch.int64, device=hidden.device)
+    weights = torch.empty(tokens, topk + num_shared, dtype=torch.float32, device=hidden.device)
     _choose[(tokens,)](
         logits,
         correction_bias if correction_bias is not None else logits,
@@ -95,6 +110,7 @@ def route_triton(
         experts,
         scaling_factor,
         TOPK=topk,
+        SHARED=num_shared,
         EXPERTS=triton.next_power_of_2(experts),
         SOFTMAX=scoring == "softmax",
         BIASED=correction_bias is not None,
@@ -133,6 +149,7 @@ def _choose(
     experts,
     scaling_factor,
     TOPK: tl.constexpr,
+    SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     BIASED: tl.constexpr,
@@ -153,16 +170,20 @@ def _choose(
     if BIASED:
         rating += tl.load(bias + expert, mask=present, other=0.0)
     rating = tl.where(present, rating, float("-inf"))
+    row = token * (TOPK + SHARED)
     total = 0.0
     for place in tl.static_range(TOPK):
         best = tl.argmax(rating, 0)
         score = tl.sum(tl.where(expert == best, scores, 0.0), 0)
         total += score
         rating = tl.where(expert == best, float("-inf"), rating)
-        tl.store(chosen + token * TOPK + place, best.to(tl.int64))
-        tl.store(weights + token * TOPK + place, score * scaling_factor)
+        tl.store(chosen + row + place, best.to(tl.int64))
+        tl.store(weights + row + place, score * scaling_factor)
+    for place in tl.static_range(SHARED):
+        tl.store(chosen + row + TOPK + place, (experts + place).to(tl.int64))
+        tl.store(weights + row + TOPK + place, 1.0)
     if NORMALIZE:
         place = tl.arange(0, CHOICES)
         tl.debug_barrier()
-        values = tl.load(weights + token * TOPK + place, mask=place < TOPK)
-        tl.store(weights + token * TOPK + place, values / (total + 1e-20), mask=place < TOPK)
+        values = tl.load(weights + row + place, mask=place < TOPK)
+        tl.store(weights + row + place, values / (total + 1e-20), mask=place < TOPK)

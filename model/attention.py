@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
             parts.append(self._decode(query[:num_decodes], batch.decode, kv_cache))
         if batch.prefill is not None:
             parts.append(self._prefill(query[num_decodes:], batch.prefill, kv_cache))
-        output: Tensor = self.o_proj(torch.cat(parts).flatten(1))
+        output: Tensor = self.o_proj(_joined(parts).flatten(1))
         return output
 
     def _decode(self, query: Tensor, rows: DecodeRows, kv_cache: Tensor) -> Tensor:
@@ -129,5 +129,10 @@ class MultiHeadAttention(nn.Module):
                     scale=self.scale,
                 )
             )
-        output: Tensor = self.o_proj(torch.cat(parts).flatten(1))
+        output: Tensor = self.o_proj(_joined(parts).flatten(1))
         return output
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of decode and prefill together, without a copy where there is one of them only."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -72,7 +72,8 @@ def load_model(
 ) -> DeepseekVL2:
     """The model of a checkpoint folder, on `device` in `dtype` (its routers in float32), ready for inference.
 
-    `progress` shows a bar where standard error is a terminal. `load_format="dummy"` reads the configuration only and draws seeded random weights on the device.
+    `progress` shows a bar where standard error is a terminal. `load_format="dummy"` reads the configuration only and
+    draws seeded random weights on the device.
     Raises ConfigError or CheckpointError, which name the file and the field or tensor.
     """
     model = empty_model(load_config(folder), device=device, dtype=dtype)
@@ -227,7 +228,9 @@ def _fill(model: DeepseekVL2, folder: Path, progress: bool) -> None:
     loaded: dict[str, str] = {}
     files = _shard_files(folder)
     total = sum((folder / file).stat().st_size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=None if progress else True) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Loading weights", disable=None if progress else True
+    ) as bar:
         for file in files:
             for name, tensor in _read_shard(folder / file):
                 if name in loaded:

@@ -1,9 +1,9 @@
 """The decoder's MLPs: one dense, or a router with routed and shared experts (DeepSeekMoE)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.activation import silu_mul
 from kernels.moe import moe_experts
 from kernels.router import route
 from model.config import LanguageConfig
@@ -18,8 +18,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(F.silu(gate) * up)
+        output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(hidden_states)))
         return output
 
 
@@ -28,17 +27,13 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
-        self.num_routed, self.num_shared = config.num_routed_experts, config.num_shared_experts
+        num_experts = config.num_routed_experts + config.num_shared_experts
         self.router = Router(config)
-        self.experts = Experts(self.num_routed + self.num_shared, config.hidden_size, config.moe_intermediate_size)
+        self.experts = Experts(num_experts, config.hidden_size, config.moe_intermediate_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[T, hidden_size] to the same."""
         expert_ids, weights = self.router(hidden_states)
-        if self.num_shared:
-            shared = torch.arange(self.num_routed, self.num_routed + self.num_shared, device=expert_ids.device)
-            expert_ids = torch.cat((expert_ids, shared.expand(len(expert_ids), -1)), dim=-1)
-            weights = F.pad(weights, (0, self.num_shared), value=1.0)
         return moe_experts(hidden_states, self.experts.gate_up_weight, self.experts.down_weight, expert_ids, weights)
 
 
@@ -53,7 +48,10 @@ class Router(nn.Module):
         self.e_score_correction_bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts int64 [T, k] and their weights float32 [T, k] of hidden_states [T, hidden_size]."""
+        """Experts int64 [T, k + shared] and their weights float32 [T, k + shared] of hidden_states [T, hidden_size].
+
+        The shared experts come last, numbered after the routed ones, with weight 1.
+        """
         config = self.config
         assert config.topk_method is not None and config.num_experts_per_tok is not None
         return route(
@@ -67,6 +65,7 @@ class Router(nn.Module):
             scaling_factor=config.routed_scaling_factor,
             num_groups=config.n_group or 1,
             topk_groups=config.topk_group or 1,
+            num_shared=config.num_shared_experts,
         )
 
 

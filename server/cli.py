@@ -64,16 +64,17 @@ def _flag(name: str) -> inspect.Parameter:
     """The option of one setting. Its default is None, meaning "not given"; the help shows the setting's own."""
     field = Settings.model_fields[name]
     default = field.get_default()
-    shown: Any = False if default in (None, ()) else str(default)
-    flags = f"{flag_name(name)}/--no-{flag_name(name)[2:]}" if field.annotation is bool else flag_name(name)
-    option = typer.Option(flags, help=field.description, show_default=shown, rich_help_panel="Settings")
-    kind = list[str] if typing.get_origin(field.annotation) is tuple else _without_none(field.annotation)
+    shown: Any = False if default in (None, (), False) else str(default)
+    option = typer.Option(flag_name(name), help=field.description, show_default=shown, rich_help_panel="Settings")
+    kind = _flag_type(field.annotation)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _without_none(annotation: Any) -> Any:
-    """`int | None` -> `int`."""
+def _flag_type(annotation: Any) -> Any:
+    """`int | None` -> `int`; a tuple's flag may be given several times."""
+    if typing.get_origin(annotation) is tuple:
+        return list[str]
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         [kind] = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
         return kind

@@ -8,12 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from model.tokenizer import Tokenizer
+from server.answers import PromptTokensDetails, Usage
 from server.engine.client import EngineClient
 from server.engine.request import EngineDeadError, EngineRequest, QueueFull, RequestRejected, SamplingParams
 from server.errors import APIError
+from server.grounding import Span
 from server.prepare import PreparedPrompt
-from server.protocol import INT64_MAX, GenerationRequest, PromptTokensDetails, Usage
-from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken, visible_tokens
+from server.protocol import INT64_MAX, GenerationRequest
+from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken
 from server.telemetry import current
 
 # Deltas that wait for a slow reader before the choices' tasks wait with them.
@@ -36,15 +38,18 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason = "length"
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.scored += delta.scored
-        self.cached_tokens += delta.cached_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
+            self.spans = delta.spans
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
 
 
 def make_jobs(
@@ -91,7 +96,8 @@ def make_jobs(
         )
         decoder = AnswerDecoder(
             tokenizer,
-            shows=visible_tokens(tokenizer, prompt.token_ids, body.skip_special_tokens),
+            skip_special_tokens=body.skip_special_tokens,
+            grounding=bool(prompt.image_sizes),
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             min_tokens=body.min_tokens,
@@ -205,15 +211,38 @@ async def collect(engine: EngineClient, jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
-def usage(prompts: Sequence[PreparedPrompt], completion_tokens: int, cached_tokens: int) -> Usage:
-    """Counts for an answer: each prompt once, however many choices it has.
+class Tally:
+    """Counts tokens for the usage: each prompt once, however many choices it has, and every choice's own.
 
-    So are `cached_tokens`, those of each prompt's first choice: the others find what the first one computed.
+    `num_choices` belong to each prompt: choice i to prompt i // num_choices.
     """
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
+
+    def __init__(self, prompts: Sequence[PreparedPrompt], num_choices: int) -> None:
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._num_choices = num_choices
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}  # by prompt
+
+    def add(self, choice: int, piece: Delta | Answer) -> None:
+        """Count a piece of a choice, or all of it."""
+        self._completion_tokens += len(piece.token_ids)
+        if piece.cached_tokens is not None:
+            # Choices find each other's work, which was not there before the request: the least is what was.
+            prompt = choice // self._num_choices
+            self._cached[prompt] = min(piece.cached_tokens, self._cached.get(prompt, piece.cached_tokens))
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
+
+
+def usage_of(prompts: Sequence[PreparedPrompt], num_choices: int, answers: Sequence[Answer]) -> Usage:
+    """The usage of whole answers."""
+    tally = Tally(prompts, num_choices)
+    for choice, answer in enumerate(answers):
+        tally.add(choice, answer)
+    return tally.usage()

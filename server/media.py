@@ -75,9 +75,9 @@ class MediaError(ValueError):
 
 
 def image_from_url(url: str, *, max_bytes: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """The picture behind an image URL: a data URL of any form, or bare base64 without ``data:``.
+    """The picture in an image URL: a data URL of any form, or bare base64 without ``data:``.
 
-    Nothing is fetched and no file is opened.
+    Nothing is fetched and no file is opened; `server/fetch.py` does that for URLs of other forms.
 
     Raises:
         MediaError: the URL is malformed (naming the part), not a data URL, larger than ``max_bytes`` when decoded, or
@@ -89,10 +89,10 @@ def image_from_url(url: str, *, max_bytes: int, max_pixels: int = DEFAULT_MAX_PI
         data = _bare_base64(url, max_bytes)
     elif scheme[1].lower() == "data":
         data = _data_url_bytes(url[scheme.end() :], max_bytes)
-    elif scheme[1].lower() in ("http", "https"):
-        raise MediaError("fetching remote images is not available in this version; send the image as a data URL")
     else:
-        raise MediaError(f"image URLs of the scheme {scheme[1][:32]!r} are not accepted; send a data URL")
+        raise MediaError(
+            f"image URLs of the scheme {scheme[1][:32]!r} are not accepted; send a data, http or https URL"
+        )
     if len(data) > max_bytes:
         raise MediaError(f"the image has {len(data)} bytes, more than the limit of {max_bytes}")
     return decode_image(data, max_pixels=max_pixels)

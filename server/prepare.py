@@ -10,7 +10,7 @@ import contextvars
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from PIL import Image
@@ -21,25 +21,34 @@ from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prom
 from model.tokenizer import Tokenizer
 from server.engine.request import ImageInput
 from server.errors import APIError
+from server.fetch import MediaFetcher, is_fetched
+from server.grounding import GroundingError, ask_for_boxes
 from server.media import MediaError, decode_image, image_from_url
-from server.protocol import AssistantMessage, Message, SystemMessage, TextPart
+from server.protocol import AssistantMessage, GroundingRequest, Message, SystemMessage, TextPart
 from server.settings import Settings
-from server.telemetry import timed
+from server.telemetry import current, timed
 
 T = TypeVar("T")
 
 MAX_THREADS = 4
 # All pictures of a request are in memory at once: together they may have this many times the pixels of the largest.
 MAX_PIXELS_FACTOR = 4
+MAX_FETCHES = 8  # of all requests at once
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """What the engine runs. `image_slots` has the positions that each picture takes, in order."""
+    """What the engine runs, and facts about it.
+
+    Args:
+        image_slots: how many positions each picture takes, in order.
+        image_sizes: (width, height) of each picture as it was sent, upright.
+    """
 
     token_ids: list[int]
-    images: list[ImageInput]
-    image_slots: tuple[int, ...]
+    images: list[ImageInput] = field(default_factory=list)
+    image_slots: tuple[int, ...] = ()
+    image_sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def describes(self) -> str:
@@ -56,17 +65,21 @@ class PreparedPrompt:
 class Preparer:
     """Makes prompts in a bounded thread pool. Raises APIError (400) on anything wrong with a request's content."""
 
-    def __init__(self, settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: Settings, config: ModelConfig, tokenizer: Tokenizer, fetcher: MediaFetcher) -> None:
         self._settings = settings
         self._config = config
         self._tokenizer = tokenizer
+        self._fetcher = fetcher
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End what is under way, and the fetcher with it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._fetcher.aclose()
 
-    async def chat(self, messages: Sequence[Message]) -> PreparedPrompt:
-        """The prompt of a conversation."""
+    async def chat(self, messages: Sequence[Message], grounding: GroundingRequest | None = None) -> PreparedPrompt:
+        """The prompt of a conversation; with `grounding`, one whose answer has boxes."""
         count = sum(not isinstance(part, TextPart) for message in messages for part in message.content)
         if count > self._settings.max_images:
             raise APIError(
@@ -75,16 +88,24 @@ class Preparer:
                 param="messages",
                 code="too_many_images",
             )
-        return await self._in_pool(lambda: self._layout(self._translate(messages)))
+        with current().phase("media"):
+            fetched = await self._fetch(_urls(messages))
+
+        def build() -> PreparedPrompt:
+            conversation = self._translate(messages, fetched)
+            return self._layout(conversation if grounding is None else _ask_for_boxes(conversation, grounding))
+
+        return await self._in_pool(build)
 
     async def question(self, picture: bytes, text: str) -> PreparedPrompt:
         """The prompt of one picture with a text after it."""
 
         def build() -> PreparedPrompt:
             try:
-                image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
+                with current().phase("media"):
+                    image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
             except MediaError as error:
-                raise APIError(400, f"image: {error}", param="image", code="invalid_image") from error
+                raise _invalid_image("image", error) from error
             return self._layout([PromptMessage("user", (image, text))])
 
         return await self._in_pool(build)
@@ -98,15 +119,45 @@ class Preparer:
             if token >= vocabulary:
                 message = f"prompt: token id {token} is outside the vocabulary of {vocabulary}"
                 raise APIError(400, message, param="prompt", code="invalid_value")
-        return PreparedPrompt(prompt, [], ())
+        return PreparedPrompt(prompt)
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, build)
 
+    async def _fetch(self, urls: dict[str, str]) -> dict[str, bytes]:
+        """The image files behind URLs that do not hold the image themselves, by the name of their place.
+
+        Raises APIError (400) on the first that fails, or when they have more bytes together than a body may have.
+        """
+        room = self._settings.max_body_bytes
+        files: dict[str, bytes] = {}
+
+        async def fetch(param: str, url: str) -> None:
+            nonlocal room
+            try:
+                async with self._fetches:
+                    files[param] = await self._fetcher.fetch(url)
+            except MediaError as error:
+                raise _invalid_image(param, error) from error
+            room -= len(files[param])
+            if room < 0:
+                limit = self._settings.max_body_bytes
+                raise _invalid_image(param, f"the fetched images have more than {limit} bytes together")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for param, url in urls.items():
+                    if is_fetched(url):
+                        group.create_task(fetch(param, url))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return files
+
     @timed("media")
-    def _translate(self, messages: Sequence[Message]) -> list[PromptMessage]:
+    def _translate(self, messages: Sequence[Message], fetched: dict[str, bytes]) -> list[PromptMessage]:
         """Messages with their pictures decoded."""
-        budget = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
+        limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
+        pixels = 0
         translated = []
         for place, message in enumerate(messages):
             parts: list[str | Image.Image] = []
@@ -114,31 +165,59 @@ class Preparer:
                 if isinstance(part, TextPart):
                     parts.append(part.text)
                     continue
-                param = f"messages[{place}].content[{index}].image_url"
-                image = self._fetch(part.image_url.url, param)
-                budget -= image.width * image.height
-                if budget < 0:
-                    limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
-                    text = f"{param}: the images of this request have more than {limit} pixels together"
-                    raise APIError(400, text, param=param, code="invalid_image")
+                param = _place_of_image(place, index)
+                image = self._decode(part.image_url.url, fetched.get(param), param)
+                pixels += image.width * image.height
+                if pixels > limit:
+                    raise _invalid_image(param, f"the images of this request have more than {limit} pixels together")
                 parts.append(image)
             translated.append(PromptMessage(_role(message), tuple(parts)))
         return translated
 
-    def _fetch(self, url: str, param: str) -> Image.Image:
+    def _decode(self, url: str, file: bytes | None, param: str) -> Image.Image:
+        """The picture in a file that was fetched, or in the URL itself."""
+        max_pixels = self._settings.max_image_pixels
         try:
-            return image_from_url(
-                url, max_bytes=self._settings.max_body_bytes, max_pixels=self._settings.max_image_pixels
-            )
+            if file is not None:
+                return decode_image(file, max_pixels=max_pixels)
+            return image_from_url(url, max_bytes=self._settings.max_body_bytes, max_pixels=max_pixels)
         except MediaError as error:
-            raise APIError(400, f"{param}: {error}", param=param, code="invalid_image") from error
+            raise _invalid_image(param, error) from error
 
     @timed("tokenize")
     def _layout(self, messages: Sequence[PromptMessage]) -> PreparedPrompt:
         try:
-            return _pack(build_chat_prompt(messages, self._tokenizer, self._config))
+            prompt = build_chat_prompt(messages, self._tokenizer, self._config)
         except PromptError as error:
             raise APIError(400, str(error), param="messages", code="invalid_value") from error
+        pictures = [part for message in messages for part in message.content if not isinstance(part, str)]
+        return replace(_pack(prompt), image_sizes=tuple(picture.size for picture in pictures))
+
+
+def _place_of_image(message: int, part: int) -> str:
+    """The name of an image's place in errors."""
+    return f"messages[{message}].content[{part}].image_url"
+
+
+def _urls(messages: Sequence[Message]) -> dict[str, str]:
+    """The URL of every image by the name of its place."""
+    return {
+        _place_of_image(place, index): part.image_url.url
+        for place, message in enumerate(messages)
+        for index, part in enumerate(message.content)
+        if not isinstance(part, TextPart)
+    }
+
+
+def _invalid_image(param: str, reason: object) -> APIError:
+    return APIError(400, f"{param}: {reason}", param=param, code="invalid_image")
+
+
+def _ask_for_boxes(messages: Sequence[PromptMessage], wish: GroundingRequest) -> list[PromptMessage]:
+    try:
+        return ask_for_boxes(messages, locate=wish.locate, describe=wish.describe, image_index=wish.image_index)
+    except GroundingError as error:
+        raise APIError(400, f"grounding: {error}", param="grounding", code="invalid_value") from error
 
 
 def _role(message: Message) -> Literal["system", "user", "assistant"]:

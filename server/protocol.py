@@ -1,4 +1,4 @@
-"""The OpenAI API as pydantic models, and nothing else.
+"""What clients send: the OpenAI API's requests as pydantic models, and nothing else.
 
 Every field is honoured, documented as ignored, or refused by name: an unknown one is an error. Values keep their JSON
 type (no "1" for 1), and null means "not given". What depends on the model (vocabulary, context) is checked later.
@@ -102,7 +102,10 @@ class TextPart(RequestModel):
 
 
 class ImageURL(RequestModel):
-    """A picture as a data URL. `detail` is accepted and ignored: tiling follows the picture's size alone."""
+    """A picture: a data URL, or a URL that the server fetches.
+
+    `detail` is accepted and ignored: tiling follows the picture's size alone.
+    """
 
     url: str
     detail: str | None = None
@@ -171,6 +174,17 @@ class ResponseFormat(RequestModel):
     type: Literal["text"]
 
 
+class GroundingRequest(RequestModel):
+    """A wish for boxes in the answer: where one thing is, or where all is that a description mentions.
+
+    `image_index`: the picture that the boxes are in, counted from 0; by default the conversation's last.
+    """
+
+    locate: str | None = None
+    describe: bool = False
+    image_index: int | None = Field(None, ge=0)
+
+
 class GenerationRequest(RequestModel):
     """What chat and text completion share."""
 
@@ -199,7 +213,7 @@ class GenerationRequest(RequestModel):
     ] = {}
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
@@ -230,6 +244,7 @@ class ChatOptions(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
+    grounding: GroundingRequest | None = None
 
     tools: Annotated[Any, _refused(_NO_TOOLS, [])] = None
     tool_choice: Annotated[Any, _refused(_NO_TOOLS, "none")] = None
@@ -318,145 +333,3 @@ class CompletionRequest(GenerationRequest):
 def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
     if max_tokens is not None and min_tokens > max_tokens:
         raise _contradiction("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
-
-
-# Responses. Fields that only appear when they were asked for, or have something to say, are left out when None.
-
-
-def _absent(value: Any) -> bool:
-    return value is None
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "vl2"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int  # found computed by earlier requests
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-
-
-class ChunkDelta(BaseModel):
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=_absent)
-    content: str | None = Field(default=None, exclude_if=_absent)
-
-
-class ChunkChoice(BaseModel):
-    index: int
-    delta: ChunkDelta
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
-    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-
-
-class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-
-
-class ChatChunkWithUsage(ChatChunk):
-    """A chunk of a stream with include_usage: null in all but the last, which has no choices."""
-
-    usage: Usage | None = None
-
-
-class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
-    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-    token_ids: list[int] | None = Field(default=None, exclude_if=_absent)
-
-
-class CompletionChunk(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-
-
-class Completion(CompletionChunk):
-    """A whole text completion, or a chunk of a stream with include_usage."""
-
-    usage: Usage | None = None
-
-
-class Tokens(BaseModel):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Caption(BaseModel):
-    caption: str
-
-
-class Health(BaseModel):
-    status: Literal["ok"] = "ok"

@@ -16,6 +16,7 @@ from model.tokenizer import Tokenizer, TokenizerError
 from server.engine.client import EngineClient
 from server.engine.request import EngineConfig, EngineError
 from server.errors import APIError, ClientGone, StartupError, validation_error
+from server.fetch import MediaFetcher
 from server.generation import engine_dead
 from server.prepare import Preparer
 from server.protocol import RequestModel
@@ -58,10 +59,11 @@ class Service:
             info.max_model_len,
             info.kv_cache_tokens,
         )
-        return cls(settings, tokenizer, Preparer(settings, config, tokenizer), engine)
+        preparer = Preparer(settings, config, tokenizer, MediaFetcher(settings.fetch_policy))
+        return cls(settings, tokenizer, preparer, engine)
 
     async def stop(self) -> None:
-        self.preparer.close()
+        await self.preparer.close()
         await self.engine.stop()
 
     @property
@@ -120,7 +122,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vision_tile_budget=settings.vision_tile_budget,
-        prefix_caching=settings.prefix_caching,
+        prefix_caching=not settings.no_prefix_caching,
         vision_cache_bytes=settings.vision_cache_bytes,
         max_queued_requests=settings.max_queued_requests,
         seed=settings.seed,

@@ -23,6 +23,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from server.fetch import FetchPolicy
+
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "model" / "demo" / "checkpoint"
 DEFAULT_MODEL_NAME = "vl2-demo"
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
@@ -78,8 +80,8 @@ class Settings(BaseSettings):
     )
     prefill_chunk_tokens: int = Field(default=2048, ge=1, description="Most prompt tokens computed in one step.")
     vision_tile_budget: int = Field(default=16, ge=1, description="Most image tiles encoded in one step.")
-    prefix_caching: bool = Field(
-        default=True, description="Reuse what was computed for equal beginnings of prompts, pictures included."
+    no_prefix_caching: bool = Field(
+        default=False, description="Compute every prompt anew, whatever it has in common with earlier ones."
     )
     vision_cache_bytes: int = Field(
         default=1 << 30, ge=0, description="Device memory for features of pictures, those of running requests included."
@@ -126,10 +128,25 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=32 << 20, ge=1024, description="Largest request body in bytes.")
     max_image_pixels: int = Field(default=64_000_000, ge=1, description="Largest image in pixels (width times height).")
     max_images: int = Field(default=16, ge=0, description="Most images in one request.")
+    no_media_urls: bool = Field(default=False, description="Fetch no images from URLs at all.")
+    allowed_media_domains: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Host that image URLs may name, .example.com for that and all below it; may be given several "
+        "times. None: any public one.",
+    )
+    allow_private_media: bool = Field(
+        default=False, description="Fetch images from private and loopback addresses, too: for closed networks."
+    )
+    allowed_media_ports: Annotated[tuple[int, ...], NoDecode] = Field(
+        default=(80, 443), description="Port that image URLs may name; may be given several times."
+    )
+    allowed_media_path: Path | None = Field(
+        default=None, description="Folder below which image URLs may name files of the server; none by default."
+    )
 
-    @field_validator("api_key", "allowed_origins", mode="before")
+    @field_validator("api_key", "allowed_origins", "allowed_media_domains", "allowed_media_ports", mode="before")
     @classmethod
-    def _several(cls, value: Any) -> Any:
+    def _several_values(cls, value: Any) -> Any:
         """One string may hold several values, parted by commas: the only way to give several in one variable."""
         if isinstance(value, str):
             return tuple(item.strip() for item in value.split(","))
@@ -159,6 +176,33 @@ class Settings(BaseSettings):
             except ValueError as error:
                 raise ValueError(f"{value!r} is not a rate such as 60/minute or 5/second;1000/hour") from error
         return value
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _domains_are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return FetchPolicy(allowed_domains=value).allowed_domains
+
+    @field_validator("allowed_media_ports")
+    @classmethod
+    def _ports_exist(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(FetchPolicy(allowed_ports=frozenset(value)).allowed_ports))
+
+    @field_validator("allowed_media_path")
+    @classmethod
+    def _path_is_a_folder(cls, value: Path | None) -> Path | None:
+        return FetchPolicy(allowed_path=value).allowed_path
+
+    @property
+    def fetch_policy(self) -> FetchPolicy:
+        """What images may be fetched; each of its values has been judged above."""
+        return FetchPolicy(
+            allowed_domains=self.allowed_media_domains,
+            allow_private=self.allow_private_media,
+            allow_urls=not self.no_media_urls,
+            allowed_path=self.allowed_media_path,
+            allowed_ports=frozenset(self.allowed_media_ports),
+            max_bytes=self.max_body_bytes,
+        )
 
     @property
     def model_source(self) -> str:

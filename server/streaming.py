@@ -5,9 +5,12 @@ One decoder serves streamed and whole answers, so the joined deltas of a stream 
 Which tokens become text:
 
 * The end-of-sentence token never does, nor does the stop token that ended the answer.
-* `skip_special_tokens: false` shows every other special token, `true` shows none.
-* Left out, it hides control tokens but shows the grounding markers when the prompt has one: who asks for a box with
-  `<|ref|>` or `<|grounding|>` gets the box's marks, and a plain question gets plain text.
+* Other special tokens are hidden, or shown with `skip_special_tokens: false`.
+* With `grounding`, which conversations with pictures have, a reader sees the grounding markers: it takes the markup out
+  of the text that people read, and collects it as data. With `skip_special_tokens: false` the text keeps its markup.
+
+Stop strings are looked for in the text that is shown. Log probabilities are those of every token that made the text,
+markup that was taken out of it included.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from model.tokenizer import Tokenizer
 from server.engine.request import TokenEvent, TokenLogprobs
 from server.errors import APIError, ClientGone, internal_error
+from server.grounding import MarkupReader, Span
 from server.logs import stack_of
 from server.telemetry import current
 
@@ -57,7 +61,8 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # of the prompt, in an answer's first delta
+    cached_tokens: int | None = None  # of the prompt, known with the first token
+    spans: list[Span] = field(default_factory=list)  # of the whole answer, with the finish_reason
 
 
 class StopMatcher:
@@ -104,7 +109,8 @@ class AnswerDecoder:
     """The text of one answer, from its token events.
 
     Args:
-        shows: whether a token's text belongs in the answer.
+        skip_special_tokens: whether special tokens have no text.
+        grounding: whether to read boxes out of the text.
         stop: stop strings; none is looked for before `min_tokens` tokens.
         stop_token_ids: tokens that end the answer without being part of it.
     """
@@ -113,49 +119,72 @@ class AnswerDecoder:
         self,
         tokenizer: Tokenizer,
         *,
-        shows: Callable[[int], bool],
+        skip_special_tokens: bool = True,
+        grounding: bool = False,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._shows = shows
+        self._skip_special_tokens = skip_special_tokens
+        self._reader = MarkupReader() if grounding else None
+        self._markers = frozenset(tokenizer.grounding_token_ids.values()) if grounding else frozenset()
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stop)
         self._num_tokens = 0
-        self._decoded = 0  # characters that came out of the UTF-8 decoder
+        self._decoded = 0  # characters of the shown text so far, held back or not
         self._released = 0  # characters that were handed on
         self._pending: list[ScoredToken] = []  # tokens whose text is not handed on yet
 
     def feed(self, event: TokenEvent) -> Delta:
         """What the event adds. After a delta with a finish_reason nothing may be fed."""
-        delta = Delta(cached_tokens=event.cached_tokens or 0)
+        delta = Delta(cached_tokens=event.cached_tokens)
         last = len(event.token_ids) - 1
         for place, token in enumerate(event.token_ids):
             ends = place == last and event.finish_reason == "stop" and token in self._stop_token_ids
             logprobs = event.logprobs[place] if event.logprobs is not None else None
             self._add_token(delta, token, logprobs, hidden=ends)
             if self._matcher.matched:
-                delta.finish_reason = "stop"
-                return delta
+                return self._finish(delta, "stop")
         if event.finish_reason in ("stop", "length"):
-            self._add_text(delta, self._utf8.decode(b"", final=True))
+            self._add_text(delta, self._read(self._utf8.decode(b"", final=True), final=True))
             if self._matcher.matched:
-                delta.finish_reason = "stop"
-                return delta
+                return self._finish(delta, "stop")
             self._release(delta, self._matcher.flush())
-            delta.finish_reason = "stop" if event.finish_reason == "stop" else "length"
+            delta.scored += self._pending
+            return self._finish(delta, "stop" if event.finish_reason == "stop" else "length")
+        return delta
+
+    def _finish(self, delta: Delta, reason: FinishReason) -> Delta:
+        delta.finish_reason = reason
+        if self._reader is not None:
+            delta.spans = self._reader.spans
         return delta
 
     def _add_token(self, delta: Delta, token: int, logprobs: TokenLogprobs | None, *, hidden: bool) -> None:
         delta.token_ids.append(token)
         self._num_tokens += 1
-        text = self._tokenizer.token_bytes(token) if not hidden and self._shows(token) else b""
-        if text and logprobs is not None:
+        raw = b"" if hidden else self._bytes(token)
+        if raw and logprobs is not None:
             self._pending.append(ScoredToken(token, self._decoded, logprobs))
-        self._add_text(delta, self._utf8.decode(text))
+        self._add_text(delta, self._read(self._utf8.decode(raw)))
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token adds to the answer, markup included."""
+        if token == self._tokenizer.eos_token_id:
+            return b""
+        if self._skip_special_tokens and self._tokenizer.is_special(token) and token not in self._markers:
+            return b""
+        return self._tokenizer.token_bytes(token)
+
+    def _read(self, text: str, *, final: bool = False) -> str:
+        """The text to show, once the markup in it is noted."""
+        if self._reader is None:
+            return text
+        readable = self._reader.feed(text) + (self._reader.finish() if final else "")
+        return readable if self._skip_special_tokens else text
 
     def _add_text(self, delta: Delta, text: str) -> None:
         self._decoded += len(text)
@@ -170,18 +199,6 @@ class AnswerDecoder:
         self._released += len(text)
         while self._pending and self._pending[0].offset < self._released:
             delta.scored.append(self._pending.pop(0))
-
-
-def visible_tokens(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool | None
-) -> Callable[[int], bool]:
-    """The rule at the top of this file, for one prompt."""
-    markers = frozenset(tokenizer.grounding_token_ids.values())
-    if skip_special_tokens is None and not markers.isdisjoint(prompt_token_ids):
-        return lambda token: token in markers or not tokenizer.is_special(token)
-    if skip_special_tokens is False:
-        return lambda token: token != tokenizer.eos_token_id
-    return lambda token: not tokenizer.is_special(token)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -8,6 +8,7 @@ memory and on to the device, a batch ahead of the training step.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -58,6 +59,7 @@ def fields(kind: Kind) -> dict[str, Field]:
         "gather": Field((kind.prefix,), np.int16),
         "ids": Field((kind.segments,), np.int16),
         "targets": Field((kind.segments,), np.int16),
+        "weights": Field((kind.segments,), np.uint8),
         "visible": Field((kind.segments,), np.int16),
         "positions": Field((kind.segments,), np.int16),
         "segment": Field((kind.segments,), np.uint8),
@@ -113,6 +115,7 @@ def pack(row: Row, arrays: Arrays, index: int, kind: Kind, pad_id: int) -> None:
     for name, values, filler in (
         ("ids", row.ids, pad_id),
         ("targets", row.targets, -1),
+        ("weights", row.weights, 0),
         ("visible", row.visible, 1),
         ("positions", row.positions, 0),
         ("segment", row.segment, NO_SEGMENT),
@@ -208,7 +211,7 @@ class Renderer:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
         for worker in self._workers:
             worker.join()
 
@@ -223,12 +226,17 @@ def _work(
     done: multiprocessing.queues.SimpleQueue[Job | str],
 ) -> None:
     """A worker's life: take a job, draw its rows, say so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the training process ends its workers, after its last step
+        signal.signal(ending, signal.SIG_IGN)
+    parent = os.getppid()
     os.nice(5)
     try:
         tokenizer = Tokenizer.from_folder(tokenizer_folder)
         wording, fonts = Wording(tokenizer), find_fonts(fonts_folder)
         while True:
+            while not jobs._reader.poll(2.0):  # type: ignore[attr-defined]
+                if os.getppid() != parent:
+                    return  # the training process was killed
             job = jobs.get()
             kind = KINDS[job.kind]
             rows = plan.chunk_rows(kind)
@@ -284,10 +292,8 @@ class Loader:
     def close(self) -> None:
         self._stop.set()
         while self._thread.is_alive():
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._ready.get_nowait()
-            except queue.Empty:
-                pass
             self._thread.join(0.05)
 
     def _run(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kernels.rope_cache import rope_tables
 from model.attention import LatentAttention
+from model.language import DecoderLayer
 from model.moe import MLP, MixtureOfExperts
 from model.vision import LAYER_NORM_EPS, VisionBlock
 from model.vl2 import DeepseekVL2
@@ -49,10 +50,13 @@ def compiled() -> Functions:
     )
 
 
-def _any_length(function: Callable[..., object]) -> Callable[..., object]:  # type: ignore[misc]
+Result = TypeVar("Result")
+
+
+def _any_length(function: Callable[..., Result]) -> Callable[..., Result]:
     program = torch.compile(function, dynamic=False)
 
-    def call(*arguments: object) -> object:
+    def call(*arguments: object) -> Result:
         for argument in arguments[:3]:
             if isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter):
                 torch._dynamo.mark_dynamic(argument, 0)
@@ -75,11 +79,12 @@ def tower(model: DeepseekVL2, pixels: Tensor, functions: Functions) -> Tensor:
     config = model.config.vision
     side, patch = config.patches_per_side, config.patch_size
     weight = vision.patch_embed.weight
-    used = pixels[:, : side * patch, : side * patch].unflatten(2, (side, patch)).unflatten(1, (side, patch))
+    used = pixels.to(weight.dtype)[:, : side * patch, : side * patch]
+    used = used.unflatten(2, (side, patch)).unflatten(1, (side, patch))
     rows = used.permute(0, 1, 3, 5, 2, 4).reshape(
         len(pixels), side * side, -1
     )  # channel, y, x: the convolution's order
-    stream = F.linear(rows.to(weight.dtype), weight.flatten(1), vision.patch_embed.bias).float() + vision.pos_embed
+    stream = F.linear(rows, weight.flatten(1), vision.patch_embed.bias).float() + vision.pos_embed
     for module in vision.blocks:
         block = cast(VisionBlock, module)
         qkv = functions.vision_before(
@@ -260,15 +265,19 @@ def decode(
     cos, sin = rope_tables(positions, language.rotary.frequencies)
     mask = segment_mask(batch, prefix, dtype)
     balances = []
-    for layer in language.layers:
+    last = len(language.layers) - 1
+    for index, module in enumerate(language.layers):
+        layer = cast(DecoderLayer, module)
         attention = cast(LatentAttention, layer.attention)
         inputs = functions.attention_inputs(
             *(stream, cos, sin, layer.input_layernorm.weight, attention.q_kv_a_proj.weight),
             *(attention.kv_a_layernorm.weight, attention.kv_b_proj.weight, config.rms_norm_eps),
             *(attention.heads, attention.nope, attention.rope, attention.value),
         )
-        attended = _attend(inputs, mask, rows, prefix, attention.scale, attention.value)
-        common = (stream, attended, layer.attention.o_proj.weight, layer.post_attention_layernorm.weight)
+        attended = _attend(inputs, mask, rows, prefix, attention.scale, attention.value, tail_only=index == last)
+        if index == last:  # nothing reads what the prefix would become
+            stream = stream.unflatten(0, (rows, -1))[:, prefix:].flatten(0, 1)
+        common = (stream, attended, attention.o_proj.weight, layer.post_attention_layernorm.weight)
         if isinstance(layer.mlp, MLP):
             weights = (layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight)
             stream = functions.dense_layer_end(*common, *weights, config.rms_norm_eps)
@@ -279,22 +288,29 @@ def decode(
                 *common, *experts, config.rms_norm_eps, config.num_experts_per_tok
             )
             balances.append(balance)
-    tail = stream.unflatten(0, (rows, -1))[:, prefix:]
-    hidden = _rms_norm(tail, language.norm.weight, config.rms_norm_eps)
+    hidden = _rms_norm(stream.unflatten(0, (rows, -1)), language.norm.weight, config.rms_norm_eps)
     return Output(hidden, torch.stack(balances).mean() if balances else stream.new_zeros(()))
 
 
 def _attend(
-    inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor, rows: int, prefix: int, scale: float, value_dim: int
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    rows: int,
+    prefix: int,
+    scale: float,
+    value_dim: int,
+    *,
+    tail_only: bool,
 ) -> Tensor:
-    """Attention of all rows, [B * (P + S), heads * value]: prefixes causally, segments by the mask."""
+    """Attention, [B * (P + S), heads * value]: prefixes causally, segments by the mask; or of segments alone."""
     query, key, value = (part.unflatten(0, (rows, -1)).transpose(1, 2) for part in inputs)
-    before = F.scaled_dot_product_attention(
-        query[:, :, :prefix], key[:, :, :prefix], value[:, :, :prefix], is_causal=True, scale=scale
-    )
-    after = F.scaled_dot_product_attention(query[:, :, prefix:], key, value, attn_mask=mask, scale=scale)
-    joined = torch.cat((before, after), dim=2)[..., :value_dim]
-    return joined.transpose(1, 2).flatten(2).flatten(0, 1)
+    joined = F.scaled_dot_product_attention(query[:, :, prefix:], key, value, attn_mask=mask, scale=scale)
+    if not tail_only:
+        before = F.scaled_dot_product_attention(
+            query[:, :, :prefix], key[:, :, :prefix], value[:, :, :prefix], is_causal=True, scale=scale
+        )
+        joined = torch.cat((before, joined), dim=2)
+    return joined[..., :value_dim].transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def logits(model: DeepseekVL2, hidden: Tensor) -> Tensor:

@@ -98,7 +98,9 @@ def losses(
     output = dense.decode(model, batch, dense.project(model, patches), functions, pad_id=pad_id)
     scores = dense.logits(model, output.hidden).flatten(0, 1)
     targets = batch["targets"].long().flatten()
-    answers = F.cross_entropy(scores, targets, ignore_index=-1)
+    weights = batch["weights"].flatten().float()  # 0 where nothing is to be foretold
+    each = F.cross_entropy(scores, targets, ignore_index=-1, reduction="none")
+    answers = (each * weights).sum() / weights.sum().clamp(min=1)
     with torch.no_grad():
         counted = targets >= 0
         right = ((scores.argmax(-1) == targets) & counted).sum() / counted.sum().clamp(min=1)

@@ -39,6 +39,7 @@ COLOUR_OF = {name: index for index, name in enumerate(COLOURS)}
 CHARACTERS = 96  # printable ASCII; 0 stands for no character
 
 TEXT_REACH = 4.5  # pixels of a tile
+WEIGHT, PRINTED_WEIGHT, LAST_DIGIT_WEIGHT = 10, 15, 5  # of an answer's tokens, in tenths
 
 _CENTRES = np.arange(PATCHES) * PATCH + PATCH / 2
 
@@ -90,8 +91,8 @@ class Row:
         prefix_ids: token ids, the pad id where a picture's tokens stand.
         gather: of each prefix position the feature it takes (``tile * 196 + feature``), -1 for text,
             -2 for a newline, -3 for a separator.
-        ids, targets, segment, visible, positions: of each segment token its id, the id it must predict (-1: none),
-            its segment, how many prefix positions it sees, its position.
+        ids, targets, weights, segment, visible, positions: of each segment token its id, the id it must predict
+            (-1: none), how much that counts in tenths, its segment, how many prefix positions it sees, its position.
         answers: where the answers are, for evaluation.
     """
 
@@ -101,6 +102,7 @@ class Row:
     gather: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
     segment: list[int] = field(default_factory=list)
     visible: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -134,6 +136,8 @@ class Wording:
         self.user = tuple(tokenizer.encode_control(USER))
         self.colon = tuple(tokenizer.encode(": "))
         self.assistant = tuple(tokenizer.encode_control(f"{ASSISTANT}:"))
+        self._quote = tokenizer.encode('"')[-1]
+        self._digits = frozenset(tokenizer.encode(digit)[-1] for digit in "0123456789")
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -148,6 +152,25 @@ class Wording:
                     self._known[part] = self.tokenizer.encode(part)
                 ids += self._known[part]
         return ids
+
+
+    def weights(self, ids: Sequence[int]) -> list[int]:
+        """How much each token of an answer counts in training, in tenths.
+
+        The last digit of a box's coordinate is a third of a pixel and half guesswork, yet there are many of them; what
+        is printed is the hardest to learn, and one wrong character spoils an answer.
+        """
+        found = []
+        printed = False
+        for token, follower in zip(ids, [*ids[1:], -1], strict=True):
+            if printed:
+                found.append(PRINTED_WEIGHT)
+            elif token in self._digits and follower not in self._digits:
+                found.append(LAST_DIGIT_WEIGHT)
+            else:
+                found.append(WEIGHT)
+            printed ^= token == self._quote
+        return found
 
 
 def random_row(
@@ -319,12 +342,15 @@ def _segment(row: Row, wording: Wording, dialogue: Dialogue, opening: list[int],
         spans.append(Answer(turn, start, len(ids)))
     if len(ids) > room:
         return False
-    targets = [-1] * len(ids)
+    targets, weights = [-1] * len(ids), [0] * len(ids)
     for span in spans:
-        targets[span.start - 1 : span.end - 1] = ids[span.start : span.end]
+        answer = ids[span.start : span.end]
+        targets[span.start - 1 : span.end - 1] = answer
+        weights[span.start - 1 : span.end - 1] = wording.weights(answer)
     base, number = len(row.ids), (row.segment[-1] + 1 if row.segment else 0)
     row.ids += ids
     row.targets += targets
+    row.weights += weights
     row.segment += [number] * len(ids)
     row.visible += [visible] * len(ids)
     row.positions += range(visible, visible + len(ids))
@@ -366,7 +392,6 @@ def _question_first(
     talk: Callable[[], Dialogue],
 ) -> Row:
     """The question before the pictures, as many clients send it; talk without a picture fills the rest."""
-    tokenizer = wording.tokenizer
     after = Row()
     for index, scene in enumerate(scenes):
         if index:

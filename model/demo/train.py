@@ -2,107 +2,43 @@
 
     torchrun --nproc-per-node 4 -m model.demo.train --minutes 17 --out FOLDER --tokenizer FOLDER --fonts FOLDER
 
-Time is the budget: learning rate, curriculum and helper weight follow the share of ``--minutes`` that has passed. The
-training state is saved every two minutes and with ``--resume`` carries on, the clock included.
+Time is the budget: learning rate, curriculum and helper weight follow the share of ``--minutes`` that has passed. Every
+two minutes, at the end, and at SIGTERM, the checkpoint and the training state are written. ``--resume`` carries on from
+the state, the clock included; where only the checkpoint is left, ``--init CHECKPOINT --from-share SHARE`` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import os
-import random
-import shutil
+import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.checkpoint import empty_model, initialize_randomly, save_checkpoint
+from model.checkpoint import empty_model, initialize_randomly, load_model
 from model.config import ModelConfig
 from model.demo import dense
-from model.demo.architecture import config_json, processor_config_json, write_json
+from model.demo.architecture import config_json
 from model.demo.dataset import Loader, Plan, Renderer
+from model.demo.export import export_checkpoint
 from model.demo.flat import FlatParameters, count
 from model.demo.objective import Helpers, losses
 from model.demo.rows import KINDS
+from model.demo.schedule import WINDOW, Clock, helper_weight, learning_rate, schedule
 from model.tokenizer import Tokenizer
 from model.vl2 import DeepseekVL2
 
-WINDOW = 25  # steps between looks at the clock
 BETAS = (0.9, 0.97)
 CLIP = 1.0
 AVERAGE = 0.999
 BALANCE = 0.01
-SHARD_BYTES = 14_000_000
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-
-SIMPLE_UNTIL, SINGLE_UNTIL, MIXED_FROM = 0.06, 0.12, 0.35
-FINAL_MIX = {"single": 0.42, "double": 0.10, "quad": 0.28, "pair": 0.12, "triple": 0.03, "wide pair": 0.05}
-"""Shares of steps. A step of any kind has about the same number of tiles."""
-
-
-@dataclass
-class Clock:
-    """The share of the time that has passed, the same number on every device: looked up once a window."""
-
-    seconds: float
-    passed: float = 0.0
-    _started: float = field(default_factory=time.monotonic)
-    _marks: dict[int, float] = field(default_factory=dict)
-    _first: float | None = None
-
-    def elapsed(self) -> float:
-        return self.passed + time.monotonic() - self._started
-
-    def mark(self, step: int, device: torch.device) -> float:
-        """Looks at the first device's clock; to be called at every window's first step."""
-        share = torch.tensor(self.elapsed() / self.seconds, dtype=torch.float64, device=device)
-        if dist.is_initialized():
-            dist.broadcast(share, 0)
-        if self._first is None:
-            self._first = float(share)
-        self._marks[step // WINDOW] = float(share)
-        return float(share)
-
-    def share(self, step: int) -> float:
-        """Estimate for any step of a window that was marked, from its mark and the pace of the window before."""
-        window = step // WINDOW
-        now, before = self._marks[window], self._marks.get(window - 1)
-        pace = 0.0 if before is None else (now - before) / WINDOW
-        return min(1.0, now + pace * (step % WINDOW))
-
-    def earlier(self, step: int) -> float:
-        """What was known a window before: for what is planned ahead."""
-        assert self._first is not None
-        return self._marks.get(step // WINDOW - 1, self._first)
-
-
-def schedule(clock: Clock, seed: int, step: int) -> tuple[str, bool]:
-    """The kind of a step's batch, and whether its pictures are a first lesson's. The same on every device."""
-    share = clock.earlier(step)
-    if share < SINGLE_UNTIL:
-        return "single", share < SIMPLE_UNTIL
-    ramp = min(1.0, (share - SINGLE_UNTIL) / (MIXED_FROM - SINGLE_UNTIL) * 0.8 + 0.2)
-    weights = {name: weight * ramp for name, weight in FINAL_MIX.items()}
-    weights["single"] += 1.0 - ramp
-    chosen = random.Random(f"kind {seed} {step}").choices(list(weights), list(weights.values()))[0]
-    return chosen, False
-
-
-def learning_rate(peak: float, warmup: int, share: float, step: int) -> float:
-    """Linear warm-up by steps, cosine to a fiftieth by the clock."""
-    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-    return peak * cosine * min(1.0, (step + 1) / warmup)
-
-
-def helper_weight(share: float) -> float:
-    """1 in the first half, then down to 0.1."""
-    return 1.0 - 0.9 * min(1.0, max(0.0, (share - 0.5) / 0.4))
 
 
 def demo_config(tokenizer: Tokenizer, overrides: dict[str, dict[str, int]]) -> dict[str, object]:
@@ -127,6 +63,14 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> Deepsee
     return model
 
 
+def load_initial(folder: Path, config: ModelConfig, device: torch.device) -> DeepseekVL2:
+    """The weights of a checkpoint in float32. Raises ValueError if it has other sizes or another tokenizer's ids."""
+    model = load_model(folder, device=device, dtype=torch.float32)
+    if model.config != config:
+        raise ValueError(f"{folder} is a checkpoint of another configuration than this training's")
+    return model.train()
+
+
 @dataclass
 class Run:
     """Everything a training run holds."""
@@ -145,17 +89,13 @@ class Run:
 
     def export(self, folder: Path, *, averaged: bool) -> None:
         """Writes the checkpoint in the published layout, bfloat16."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if averaged:
-            with self.flat.averaged():
-                save_checkpoint(self.model, folder, dtype=torch.bfloat16, max_shard_bytes=SHARD_BYTES)
-        else:
-            save_checkpoint(self.model, folder, dtype=torch.bfloat16, max_shard_bytes=SHARD_BYTES)
-        write_json(folder / "config.json", self.config)
-        write_json(folder / "processor_config.json", processor_config_json())
-        for name in TOKENIZER_FILES:
-            if (self.arguments.tokenizer / name).resolve() != (folder / name).resolve():
-                shutil.copyfile(self.arguments.tokenizer / name, folder / name)
+        with self.flat.averaged() if averaged else contextlib.nullcontext():
+            export_checkpoint(self.model, self.config, self.arguments.tokenizer, folder)
+
+    def helper_weight(self, share: float) -> float:
+        """Of the helper losses. A checkpoint comes without helper heads: new ones first learn to read the tower."""
+        settled = 1.0 if self.arguments.init is None else min(1.0, (self.step + 1) / self.arguments.warmup) ** 2
+        return helper_weight(share) * settled
 
     def save_state(self) -> None:
         """Saves what ``--resume`` needs, so that a run cut short at any time loses little."""
@@ -181,7 +121,7 @@ def train(run: Run, loader: Loader, plan: Plan) -> None:
         share = run.clock.share(run.step)
         kind, batch = loader.next()
         found = losses(run.model, run.helpers, batch, functions, pad_id=pad_id, generator=generator)
-        (found.answers + helper_weight(share) * found.helpers + BALANCE * found.balance).backward()
+        (found.answers + run.helper_weight(share) * found.helpers + BALANCE * found.balance).backward()
         rate = learning_rate(arguments.rate, arguments.warmup, share, run.step)
         run.step += 1
         average = min(AVERAGE, run.step / (run.step + 10))
@@ -251,11 +191,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fonts", type=Path, default=None, help="folder with the fonts (default: the system's)")
     parser.add_argument("--state", type=Path, default=Path("build/demo-state.pt"), help="file to resume from")
     parser.add_argument("--resume", action="store_true", help="carry on from --state if it is there")
+    parser.add_argument("--init", type=Path, default=None, help="checkpoint folder to start from")
+    parser.add_argument("--from-share", type=float, default=0.0, help="with --init: share of --minutes to start at")
     parser.add_argument("--minutes", type=float, default=17.0, help="training time, over all resumptions")
     parser.add_argument("--steps", type=int, default=None, help="stop after so many steps")
     parser.add_argument("--tiles", type=int, default=240, help="tiles a step and device; a multiple of 30")
     parser.add_argument("--workers", type=int, default=14, help="render processes a device")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=250, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.05, help="weight decay of matrices")
     parser.add_argument("--seed", type=int, default=1)
@@ -264,7 +206,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="{}", help="JSON with other sizes by section of config.json, for trials")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.from_share and arguments.init is None:
+        parser.error("--from-share needs --init")
+    if not 0 <= arguments.from_share < 1:
+        parser.error("--from-share is a share of the time, from 0 to less than 1")
+    return arguments
 
 
 def main() -> None:
@@ -280,15 +227,20 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.set_float32_matmul_precision("high")
+    torch.manual_seed(arguments.seed)
 
     tokenizer = Tokenizer.from_folder(arguments.tokenizer)
     config = demo_config(tokenizer, json.loads(arguments.config))
-    model = build_model(ModelConfig.model_validate(config), device, arguments.seed)
+    if arguments.init is None:
+        model = build_model(ModelConfig.model_validate(config), device, arguments.seed)
+    else:
+        model = load_initial(arguments.init, ModelConfig.model_validate(config), device)
     helpers = Helpers(model.config.vision.width).to(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     flat = FlatParameters({"model": model, "helpers": helpers}, dtype=dtype, decay=arguments.decay)
     flat.broadcast()
-    clock = Clock(arguments.minutes * 60, _started=started)
+    seconds = arguments.minutes * 60
+    clock = Clock(seconds, passed=arguments.from_share * seconds, _started=started)
     run = Run(arguments, device, rank, world, tokenizer, config, model, helpers, flat, clock)
     if arguments.resume and arguments.state.exists():
         state = torch.load(arguments.state, map_location="cpu", weights_only=True)
@@ -298,11 +250,12 @@ def main() -> None:
         print(
             f"{count(model.parameters()) / 1e6:.2f} M parameters, {world} x {device}, from step {run.step}", flush=True
         )
+    signal.signal(signal.SIGTERM, lambda *_: setattr(clock, "stopped", True))
     clock.mark(run.step, device)
     loader = Loader(
         renderer,
         lambda step: schedule(clock, arguments.seed, step),
-        seed=f"train {arguments.seed} {rank}",
+        seed=f"train {arguments.seed} {rank}" + (f" from {arguments.from_share}" if arguments.init else ""),
         first_step=run.step,
         device=device,
     )

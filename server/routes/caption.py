@@ -9,13 +9,14 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from server.answers import Caption
 from server.engine.request import EngineRequest, SamplingParams
 from server.errors import APIError, ClientGone
 from server.generation import Job, collect
+from server.grounding import place_spans
 from server.prepare import answer_room
-from server.protocol import Caption
 from server.service import service_of
-from server.streaming import AnswerDecoder, until_disconnect, visible_tokens
+from server.streaming import AnswerDecoder, until_disconnect
 
 router = APIRouter()
 
@@ -50,9 +51,9 @@ async def caption(request: Request) -> Caption:
     engine_request = EngineRequest(
         request_id=identity, token_ids=prompt.token_ids, images=prompt.images, sampling=sampling
     )
-    decoder = AnswerDecoder(service.tokenizer, shows=visible_tokens(service.tokenizer, prompt.token_ids, None))
+    decoder = AnswerDecoder(service.tokenizer, grounding=True)
     [answer] = await until_disconnect(request, collect(service.engine, [Job(engine_request, decoder)]))
-    return Caption(caption=answer.text)
+    return Caption(caption=answer.text, grounding=place_spans(answer.spans, prompt.image_sizes) or None)
 
 
 async def _read(form: FormData) -> tuple[bytes, str, int | None]:

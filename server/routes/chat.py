@@ -10,15 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from model.tokenizer import Tokenizer
-from server.generation import Answer, Generation, collect, make_jobs, usage
-from server.prepare import PreparedPrompt, answer_room
-from server.protocol import (
+from server.answers import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkWithUsage,
     ChatCompletion,
-    ChatRequest,
     ChoiceLogprobs,
     ChunkChoice,
     ChunkDelta,
@@ -26,6 +23,10 @@ from server.protocol import (
     TopLogprob,
     Usage,
 )
+from server.generation import Answer, Generation, Tally, collect, make_jobs, usage_of
+from server.grounding import Grounding, Span, place_spans
+from server.prepare import PreparedPrompt, answer_room
+from server.protocol import ChatRequest
 from server.service import read_json, service_of
 from server.streaming import EventStream, ScoredToken, json_response, until_disconnect
 
@@ -38,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     service.check_alive()
-    prompt = await until_disconnect(request, service.preparer.chat(body.messages))
+    prompt = await until_disconnect(request, service.preparer.chat(body.messages, body.grounding))
     body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(
         prompt, service.max_model_len, wanted=body.answer_limit, least=body.min_tokens, param="messages"
@@ -53,18 +54,18 @@ async def chat_completions(request: Request) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         vocab_size=service.vocab_size,
     )
-    form = _Form(body, identity, service.tokenizer)
+    form = _Form(body, prompt, identity, service.tokenizer)
     if body.stream:
         generation = Generation(service.engine, jobs)
         await until_disconnect(request, generation.begin())
-        return EventStream(form.stream(prompt, generation), generation.close)
+        return EventStream(form.stream(generation), generation.close)
     answers = await until_disconnect(request, collect(service.engine, jobs))
     completion = ChatCompletion(
         id=identity,
         created=form.created,
         model=body.model,
         choices=[form.choice(index, answer) for index, answer in enumerate(answers)],
-        usage=usage([prompt], sum(len(answer.token_ids) for answer in answers), answers[0].cached_tokens),
+        usage=usage_of([prompt], body.n, answers),
         prompt_token_ids=prompt.token_ids if body.return_token_ids else None,
     )
     return json_response(completion)
@@ -73,8 +74,9 @@ async def chat_completions(request: Request) -> Response:
 class _Form:
     """How the answers of one request are written down."""
 
-    def __init__(self, body: ChatRequest, identity: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: ChatRequest, prompt: PreparedPrompt, identity: str, tokenizer: Tokenizer) -> None:
         self._body = body
+        self._prompt = prompt
         self._identity = identity
         self._tokenizer = tokenizer
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -84,32 +86,32 @@ class _Form:
         """One whole answer."""
         return ChatChoice(
             index=index,
-            message=AnswerMessage(content=answer.text),
+            message=AnswerMessage(content=answer.text, grounding=self._grounding(answer.spans)),
             logprobs=self.logprobs(answer.scored),
             finish_reason=answer.finish_reason,
             token_ids=answer.token_ids if self._body.return_token_ids else None,
         )
 
-    async def stream(self, prompt: PreparedPrompt, generation: Generation) -> AsyncGenerator[str, None]:
+    async def stream(self, generation: Generation) -> AsyncGenerator[str, None]:
         """The events of a streamed answer: for each choice the role first and the finish_reason last; then usage."""
         body = self._body
-        completion_tokens = cached_tokens = 0
+        tally = Tally([self._prompt], body.n)
         for index in range(body.n):
             first = ChunkChoice(index=index, delta=ChunkDelta(role="assistant", content=""))
-            shown = prompt.token_ids if body.return_token_ids and index == 0 else None
+            shown = self._prompt.token_ids if body.return_token_ids and index == 0 else None
             yield self._chunk([first], prompt_token_ids=shown)
         async for index, delta in generation.deltas():
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += delta.cached_tokens if index == 0 else 0
+            tally.add(index, delta)
             token_ids = delta.token_ids if body.return_token_ids and delta.token_ids else None
-            if delta.text or token_ids:
+            if delta.text or token_ids or (body.logprobs and delta.scored):
                 grown = ChunkChoice(index=index, delta=ChunkDelta(content=delta.text), token_ids=token_ids)
                 grown.logprobs = self.logprobs(delta.scored)
                 yield self._chunk([grown])
             if delta.finish_reason is not None:
-                yield self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=delta.finish_reason)])
+                end = ChunkDelta(grounding=self._grounding(delta.spans))
+                yield self._chunk([ChunkChoice(index=index, delta=end, finish_reason=delta.finish_reason)])
         if self._with_usage:
-            yield self._chunk([], usage=usage([prompt], completion_tokens, cached_tokens))
+            yield self._chunk([], usage=tally.usage())
 
     def _chunk(
         self, choices: list[ChunkChoice], *, usage: Usage | None = None, prompt_token_ids: list[int] | None = None
@@ -125,6 +127,13 @@ class _Form:
         if isinstance(chunk, ChatChunkWithUsage):
             chunk.usage = usage
         return chunk.model_dump_json()
+
+    def _grounding(self, spans: Sequence[Span]) -> list[Grounding] | None:
+        """The boxes of a whole answer, or None when it has none and none were asked for."""
+        wish = self._body.grounding
+        if not spans and wish is None:
+            return None
+        return place_spans(spans, self._prompt.image_sizes, image_index=None if wish is None else wish.image_index)
 
     def logprobs(self, scored: Sequence[ScoredToken]) -> ChoiceLogprobs | None:
         """Log probabilities of the tokens that made the text, or None when they were not asked for."""

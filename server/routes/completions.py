@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from model.tokenizer import Tokenizer
-from server.generation import Answer, Generation, Job, collect, make_jobs, usage
+from server.answers import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, Usage
+from server.generation import Answer, Generation, Job, Tally, collect, make_jobs, usage_of
 from server.prepare import PreparedPrompt, answer_room
-from server.protocol import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, CompletionRequest, Usage
+from server.protocol import CompletionRequest
 from server.service import Service, read_json, service_of
-from server.streaming import EventStream, ScoredToken, json_response, until_disconnect, visible_tokens
+from server.streaming import EventStream, ScoredToken, json_response, until_disconnect
 
 router = APIRouter()
 
@@ -80,20 +81,15 @@ class _Form:
             created=self._created,
             model=self._body.model,
             choices=choices,
-            usage=usage(
-                self._prompts,
-                sum(len(answer.token_ids) for answer in answers),
-                sum(answer.cached_tokens for answer in answers[:: self._body.n]),
-            ),
+            usage=usage_of(self._prompts, self._body.n, answers),
         )
 
     async def stream(self, generation: Generation) -> AsyncGenerator[str, None]:
         """The events of a streamed answer; the last of each choice has its finish_reason, then comes the usage."""
-        completion_tokens = cached_tokens = 0
+        tally = Tally(self._prompts, self._body.n)
         begun: set[int] = set()
         async for index, delta in generation.deltas():
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += delta.cached_tokens if index % self._body.n == 0 else 0
+            tally.add(index, delta)
             choice = CompletionChoice(index=index, text=delta.text, finish_reason=delta.finish_reason)
             choice.logprobs = self._logprobs(delta.scored)
             if index not in begun:
@@ -106,7 +102,7 @@ class _Form:
                 begun.add(index)
                 yield self._chunk([choice])
         if self._with_usage:
-            yield self._chunk([], usage(self._prompts, completion_tokens, cached_tokens))
+            yield self._chunk([], tally.usage())
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
         form = Completion if self._with_usage else CompletionChunk
@@ -122,8 +118,7 @@ class _Form:
         prompt = self._body.prompt[index // self._body.n]
         if isinstance(prompt, str):
             return prompt
-        shows = visible_tokens(self._tokenizer, prompt, self._body.skip_special_tokens)
-        return b"".join(self._tokenizer.token_bytes(token) for token in prompt if shows(token)).decode(errors="replace")
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._body.skip_special_tokens)
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs | None:
         """Log probabilities of the tokens that made the text, or None when they were not asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from server.protocol import Health
+from server.answers import Health
 from server.service import service_of
 
 router = APIRouter()

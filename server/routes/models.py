@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from server.protocol import Model, ModelList
+from server.answers import Model, ModelList
 from server.service import Service, service_of
 
 router = APIRouter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from server.protocol import TokenizeRequest, Tokens
+from server.answers import Tokens
+from server.protocol import TokenizeRequest
 from server.service import read_json, service_of
 from server.streaming import until_disconnect
 
@@ -17,7 +18,7 @@ async def tokenize(request: Request) -> Tokens:
     service = service_of(request)
     service.check_model(body.model)
     if body.messages is not None:
-        work = service.preparer.chat(body.messages)
+        work = service.preparer.chat(body.messages, body.grounding)
     else:
         assert body.prompt is not None  # the protocol wants exactly one of the two
         work = service.preparer.completion(body.prompt)

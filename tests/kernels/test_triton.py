@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import mha_decode as mha_decode_module
 from kernels import mla_decode as mla_decode_module
+from kernels.activation import silu_mul_reference, silu_mul_triton
 from kernels.head_linear import head_linear_reference, head_linear_triton
 from kernels.latent_write import write_latents_reference, write_latents_triton
+from kernels.mha_decode import mha_decode_reference, mha_decode_triton
 from kernels.mla_decode import mla_decode_reference, mla_decode_triton, num_splits
-from kernels.moe import Tiles, moe_experts_reference, moe_experts_triton
+from kernels.moe import Tiles, moe_experts_reference, moe_experts_triton, weighted_sum_triton
 from kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 from kernels.router import route, route_triton
 from tests.kernels.test_decode import LENGTHS, scatter
@@ -48,6 +51,20 @@ def test_mla_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, s
     assert (out[LENGTHS.index(0)] == 0).all()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_mha_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    monkeypatch.setattr(mha_decode_module, "num_splits", lambda batch, longest: splits)
+    heads, dim = 3, 16
+    sequences = [torch.randn(n, 2 * heads * dim) for n in LENGTHS]
+    with torch.device("cpu"):
+        kv_cache, table = scatter([rows.cpu() for rows in sequences], 2 * heads * dim)
+    query = torch.randn(len(LENGTHS), 3, heads, dim)[:, 1]  # a strided part of a joint projection
+    arguments = (query, kv_cache.to(DEVICE), table.to(DEVICE), torch.tensor(LENGTHS, dtype=torch.int32))
+    out = mha_decode_triton(*arguments, scale=0.25)
+    assert_near(out, mha_decode_reference(*arguments, scale=0.25))
+    assert (out[LENGTHS.index(0)] == 0).all()
+
+
 def test_splits_fill_the_device_but_not_for_a_handful_of_tokens() -> None:
     assert num_splits(1, 4096) == 32
     assert num_splits(1, 64) == 1
@@ -74,7 +91,7 @@ def test_experts_with_any_number_of_tokens(tokens: int, routing: str) -> None:
 def test_router_chooses_and_weighs_as_the_reference(scoring: str, biased: bool, normalize: bool) -> None:
     hidden, weight = torch.randn(9, 600), torch.randn(11, 600) / 20
     bias = torch.randn(11) / 3 if biased else None
-    settings = {"topk": 3, "scoring": scoring, "normalize": normalize, "scaling_factor": 2.0}
+    settings = {"topk": 3, "scoring": scoring, "normalize": normalize, "scaling_factor": 2.0, "num_shared": 2}
     chosen, weights = route_triton(hidden, weight, bias, **settings)  # type: ignore[arg-type]
     on_cpu = [tensor if tensor is None else tensor.cpu() for tensor in (hidden, weight, bias)]
     method = "noaux_tc" if biased else "greedy"
@@ -82,6 +99,22 @@ def test_router_chooses_and_weighs_as_the_reference(scoring: str, biased: bool, 
     order, expected_order = chosen.argsort(-1), expected.argsort(-1)
     assert torch.equal(chosen.gather(-1, order).cpu(), expected.gather(-1, expected_order))
     assert_near(weights.gather(-1, order).cpu(), expected_weights.gather(-1, expected_order))
+
+
+def test_weighted_sum_of_rows_in_any_order() -> None:
+    tokens, topk, width = 5, 3, 1100
+    outputs, weights, places = (
+        torch.randn(tokens * topk, width),
+        torch.rand(tokens, topk),
+        torch.randperm(tokens * topk),
+    )
+    expected = (outputs[places].view(tokens, topk, width) * weights[..., None]).sum(1)
+    assert_near(weighted_sum_triton(outputs, weights, places), expected)
+
+
+def test_gated_activation() -> None:
+    x = torch.randn(5, 2 * 1100)
+    assert_near(silu_mul_triton(x), silu_mul_reference(x))
 
 
 def test_router_takes_the_first_of_equals() -> None:

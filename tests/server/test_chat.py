@@ -74,7 +74,8 @@ def test_stream_equals_the_whole_answer(api: openai.OpenAI) -> None:
     chunks = list(api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
@@ -115,7 +116,8 @@ def test_wire_form_of_usage(client: httpx.Client) -> None:
     chunks = [json.loads(payload) for payload in events(client, body)[:-1]]
     assert chunks[-1]["choices"] == []
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    assert chunks[-1]["usage"] == ask(client, "What is this?")["usage"]
+    assert ask(client, "What is this?")["usage"] == chunks[-1]["usage"]
+    assert set(chunks[-1]["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
 
 
 def test_greedy_is_deterministic_and_ignores_the_other_knobs(client: httpx.Client) -> None:
@@ -255,18 +257,15 @@ def test_token_ids_of_a_stream(client: httpx.Client) -> None:
     assert ids == whole["choices"][0]["token_ids"]
 
 
-def test_grounding_markers_show_when_they_were_asked_for(client: httpx.Client, tokenizer: Tokenizer) -> None:
-    """The model is made to emit a marker; whether it shows depends on the prompt and skip_special_tokens."""
+def test_special_tokens_show_only_when_they_are_wanted(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    """The model is made to emit a marker."""
     marker = "<|det|>"
     bias = {str(tokenizer.grounding_token_ids[marker]): 100}
-
-    def answer(text: str, **fields: Any) -> Any:
-        return ask(client, text, logit_bias=bias, max_tokens=1, **fields)["choices"][0]["message"]["content"]
-
-    assert answer("Tell me.") == ""
-    assert answer("<|grounding|>Tell me.") == marker
-    assert answer("<|ref|>it<|/ref|>", skip_special_tokens=True) == ""
-    assert answer("Tell me.", skip_special_tokens=False) == marker
+    for skip, content in ((None, ""), (True, ""), (False, marker)):
+        for images in ([], [colour()]):
+            body = chat_body("Tell me.", *images, logit_bias=bias, max_tokens=1, skip_special_tokens=skip)
+            answer = client.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"] == content
 
 
 def test_images_may_come_in_any_turn_and_a_last_answer_is_continued(client: httpx.Client) -> None:

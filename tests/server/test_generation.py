@@ -5,82 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from model.config import load_config
 from model.tokenizer import Tokenizer
-from server.app import create_app
-from server.engine.client import EngineClient
 from server.engine.request import (
     EngineDeadError,
-    EngineInfo,
     EngineRequest,
     QueueFull,
     RequestRejected,
     TokenEvent,
 )
 from server.generation import _wrap
-from server.prepare import Preparer
-from server.service import Service
-from server.settings import DEFAULT_MODEL, Settings
+from server.settings import DEFAULT_MODEL
 from tests.conftest import MODEL, chat_body
-
-Script = Callable[[EngineRequest], AsyncGenerator[TokenEvent, None]]
-
-
-class ScriptedEngine:
-    """Stands where EngineClient does; `script` makes the events of each request."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.healthy = True
-        self.ended: list[str] = []
-        self.info = EngineInfo(
-            max_model_len=4096,
-            max_num_seqs=4,
-            kv_cache_tokens=4096,
-            vocab_size=1024,
-            eos_token_id=1014,
-            device="cpu",
-            dtype="float32",
-            num_parameters=1,
-            load_seconds=0.0,
-        )
-
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
-        try:
-            async for event in self.script(request):
-                yield event
-        finally:
-            self.ended.append(request.request_id)
-
-
-def application(script: Script) -> tuple[FastAPI, ScriptedEngine]:
-    """The real application without a lifespan, around a scripted engine."""
-    settings = Settings(api_key=())
-    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
-    preparer = Preparer(settings, load_config(DEFAULT_MODEL), tokenizer)
-    engine = ScriptedEngine(script)
-    app = create_app(settings)
-    app.state.service = Service(settings, tokenizer, preparer, cast(EngineClient, engine))
-    return app, engine
-
-
-def post(app: FastAPI, path: str, body: dict[str, Any]) -> httpx.Response:
-    async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(run())
-
-
-def event(request: EngineRequest, *tokens: int, reason: Any = None, error: str | None = None) -> TokenEvent:
-    return TokenEvent(request_id=request.request_id, token_ids=list(tokens), finish_reason=reason, error=error)
+from tests.server.scripted import Script, application, event, post
 
 
 async def endless(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:

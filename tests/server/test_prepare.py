@@ -11,8 +11,9 @@ import pytest
 from model.config import load_config
 from model.tokenizer import Tokenizer
 from server.errors import APIError
+from server.fetch import MediaFetcher
 from server.prepare import MAX_PIXELS_FACTOR, PreparedPrompt, Preparer, answer_room
-from server.protocol import ChatRequest, Message
+from server.protocol import ChatRequest, GroundingRequest, Message
 from server.settings import DEFAULT_MODEL, Settings
 from tests.conftest import chat_body, colour
 
@@ -21,13 +22,24 @@ def messages(text: str, *images: str) -> Sequence[Message]:
     return ChatRequest.model_validate(chat_body(text, *images)).messages
 
 
-def prepare(content: Sequence[Message], **settings: Any) -> PreparedPrompt:
-    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
-    preparer = Preparer(Settings(**settings), load_config(DEFAULT_MODEL), tokenizer)
-    try:
-        return asyncio.run(preparer.chat(content))
-    finally:
-        preparer.close()
+def prepare(
+    content: Sequence[Message],
+    *,
+    grounding: GroundingRequest | None = None,
+    fetcher: MediaFetcher | None = None,
+    **settings: Any,
+) -> PreparedPrompt:
+    async def run() -> PreparedPrompt:
+        chosen = Settings(**settings)
+        tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
+        source = fetcher if fetcher is not None else MediaFetcher(chosen.fetch_policy)
+        preparer = Preparer(chosen, load_config(DEFAULT_MODEL), tokenizer, source)
+        try:
+            return await preparer.chat(content, grounding)
+        finally:
+            await preparer.close()
+
+    return asyncio.run(run())
 
 
 def refusal(content: Sequence[Message], **settings: Any) -> APIError:
@@ -74,7 +86,7 @@ def test_conversations_that_have_no_form() -> None:
     [(10, None, 0, 90), (10, 90, 0, 90), (10, 5, 0, 5), (99, None, 0, 1), (99, 1, 1, 1), (10, None, 90, 90)],
 )
 def test_room_for_the_answer(length: int, wanted: int | None, least: int, room: int) -> None:
-    prompt = PreparedPrompt([0] * length, [], ())
+    prompt = PreparedPrompt([0] * length)
     assert answer_room(prompt, 100, wanted=wanted, least=least, param="prompt") == room
 
 
@@ -91,14 +103,14 @@ def test_no_room_for_the_answer(
     length: int, wanted: int | None, least: int, param: str, numbers: tuple[str, ...]
 ) -> None:
     with pytest.raises(APIError) as caught:
-        answer_room(PreparedPrompt([0] * length, [], ()), 100, wanted=wanted, least=least, param="prompt")
+        answer_room(PreparedPrompt([0] * length), 100, wanted=wanted, least=least, param="prompt")
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     assert caught.value.param == param
     assert all(number in caught.value.message for number in numbers)
 
 
 def test_the_message_has_text_tokens_and_the_slots_of_each_image() -> None:
-    prompt = PreparedPrompt([0] * 1000, [], (421, 500))
+    prompt = PreparedPrompt([0] * 1000, image_slots=(421, 500))
     with pytest.raises(APIError) as caught:
         answer_room(prompt, 900, wanted=None, least=0, param="messages")
     assert "1000 tokens: 79 text tokens and 921 image slots (421 + 500)" in caught.value.message

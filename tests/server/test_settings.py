@@ -11,6 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from server.cli import app, with_settings
+from server.fetch import FetchPolicy
 from server.settings import DEFAULT_MODEL, ConfigurationError, Settings, flag_name, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,44 @@ def test_several_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert keys(load_settings({})) == ["a", "b"]
 
 
+def test_rules_for_fetching_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().fetch_policy == FetchPolicy()
+    text = "allowed_media_domains: [A.example.com, .b.org]\nallowed_media_ports: [8080]\nmax_body_bytes: 5000\n"
+    settings = load_settings(
+        {
+            "config": yaml_file(tmp_path, text + "allow_private_media: true\nno_media_urls: true\n"),
+            "allowed_media_path": str(tmp_path),
+        }
+    )
+    assert settings.fetch_policy == FetchPolicy(
+        allowed_domains=("a.example.com", ".b.org"),
+        allowed_ports=frozenset({8080}),
+        allow_private=True,
+        allow_urls=False,
+        allowed_path=tmp_path,
+        max_bytes=5000,
+    )
+    monkeypatch.setenv("VL2_ALLOWED_MEDIA_PORTS", "80, 8080")
+    monkeypatch.setenv("VL2_ALLOWED_MEDIA_DOMAINS", "a.com,b.com")
+    policy = load_settings({}).fetch_policy
+    assert (policy.allowed_ports, policy.allowed_domains) == (frozenset({80, 8080}), ("a.com", "b.com"))
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("allowed_media_domains", "https://example.com"),
+        ("allowed_media_domains", "*.example.com"),
+        ("allowed_media_ports", "0"),
+        ("allowed_media_ports", "http"),
+        ("allowed_media_path", "/no/such/folder"),
+    ],
+)
+def test_rules_for_fetching_images_that_cannot_be_meant(name: str, bad: str) -> None:
+    with pytest.raises(ConfigurationError, match=flag_name(name)):
+        load_settings({name: bad})
+
+
 def test_keys_do_not_show() -> None:
     settings = load_settings({"api_key": ["sesame"]})
     assert "sesame" not in repr(settings) + str(settings)
@@ -136,11 +175,15 @@ def test_every_kind_of_flag_arrives() -> None:
         "a",
         "--api-key",
         "b",
+        "--allowed-media-ports",
+        "81",
+        "--no-media-urls",
     ]
     result = CliRunner().invoke(probe, [*arguments, "--model", "m", "--max-model-len", "64"])
     assert result.exit_code == 0, result.output
     [settings] = seen
     assert (settings.port, settings.device, settings.gpu_memory_utilization) == (1, "cpu", 0.5)
+    assert (settings.allowed_media_ports, settings.no_media_urls) == ((81,), True)
     assert (settings.model, settings.max_model_len, keys(settings)) == ("m", 64, ["a", "b"])
 
 

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizer import Tokenizer
+from model.tokenizer import GROUNDING_MARKERS, Tokenizer
 from server.engine.request import TokenEvent, TokenLogprobs
-from server.settings import DEFAULT_MODEL
-from server.streaming import AnswerDecoder, Delta, StopMatcher, visible_tokens
+from server.grounding import Span
+from server.streaming import AnswerDecoder, Delta, StopMatcher
 
 TEXTS = st.text(alphabet="abé🙂", max_size=24)
 STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=4), max_size=4)
 
 
 class Bytes:
-    """A tokenizer of one token a byte, and one special token."""
+    """A tokenizer of one token a byte, the grounding markers, a control token and the end of a sentence."""
 
-    SPECIAL = 256
+    CONTROL, eos_token_id = 256, 257
+    grounding_token_ids = MARKERS = {marker: 258 + place for place, marker in enumerate(GROUNDING_MARKERS)}  # noqa: RUF012
+    TEXTS = {CONTROL: "<control>", eos_token_id: "<eos>", **{token: marker for marker, token in MARKERS.items()}}  # noqa: RUF012
+
+    def is_special(self, token: int) -> bool:
+        return token in self.TEXTS
 
     def token_bytes(self, token: int) -> bytes:
-        return b"<special>" if token == self.SPECIAL else bytes([token])
+        return self.TEXTS[token].encode() if token in self.TEXTS else bytes([token])
 
 
 def decoder(**options: Any) -> AnswerDecoder:
-    options.setdefault("shows", lambda token: token != Bytes.SPECIAL)
     return AnswerDecoder(cast(Tokenizer, Bytes()), **options)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Special tokens where they are spelt, else bytes."""
+    ids = {spelt: token for token, spelt in Bytes.TEXTS.items()}
+    pieces = re.split("(" + "|".join(map(re.escape, ids)) + ")", text)
+    return [token for piece in pieces for token in ([ids[piece]] if piece in ids else piece.encode())]
 
 
 def feed(answer: AnswerDecoder, tokens: list[int], cuts: list[int], reason: str = "length") -> list[Delta]:
@@ -119,8 +131,8 @@ def test_half_a_character_at_the_end_becomes_a_replacement() -> None:
 
 
 def test_hidden_tokens_have_no_text_and_no_logprobs_but_count() -> None:
-    [delta] = feed(decoder(), [*b"ab", Bytes.SPECIAL], [], reason="stop")
-    assert (delta.text, delta.token_ids, delta.finish_reason) == ("ab", [97, 98, Bytes.SPECIAL], "stop")
+    [delta] = feed(decoder(), [*b"ab", Bytes.CONTROL], [], reason="stop")
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("ab", [97, 98, Bytes.CONTROL], "stop")
     assert [item.token_id for item in delta.scored] == [97, 98]
 
 
@@ -141,21 +153,46 @@ def test_a_stop_string_within_one_event_ends_there() -> None:
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("ab", [*b"abc"], "stop")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(DEFAULT_MODEL)
+@pytest.mark.parametrize(
+    ("skip", "reads", "shown"),
+    [
+        (True, False, "ab"),
+        (False, False, "a<control><|det|>b"),
+        (True, True, "ab"),
+        (False, True, "a<control><|det|>b"),
+    ],
+)
+def test_which_special_tokens_show(skip: bool, reads: bool, shown: str) -> None:
+    tokens = tokens_of("a<control><|det|>b<eos>")
+    assert joined(feed(decoder(skip_special_tokens=skip, grounding=reads), tokens, [1, 2, 3, 4], "stop")) == shown
 
 
-def test_which_special_tokens_show(tokenizer: Tokenizer) -> None:
-    marker = tokenizer.grounding_token_ids["<|det|>"]
-    asked = [tokenizer.grounding_token_ids["<|grounding|>"]]
-    control, eos, word = tokenizer.user_token_id, tokenizer.eos_token_id, tokenizer.encode("a")[0]
+MARKED = "A <|ref|>red 🙂<|/ref|><|det|>[[1, 2, 3, 4]]<|/det|> and <b>"
+READABLE = "A red 🙂 and <b>"
 
-    def shown(prompt: list[int], skip: bool | None) -> list[bool]:
-        shows = visible_tokens(tokenizer, prompt, skip)
-        return [shows(token) for token in (word, marker, control, eos)]
 
-    assert shown([], None) == [True, False, False, False]
-    assert shown(asked, None) == [True, True, False, False]
-    assert shown(asked, True) == [True, False, False, False]
-    assert shown([], False) == [True, True, True, False]
+@pytest.mark.parametrize(("skip", "shown"), [(True, READABLE), (False, MARKED)])
+@given(cuts=st.lists(st.integers(0, 64), max_size=8))
+def test_boxes_are_data_and_text_is_as_people_read_it(skip: bool, shown: str, cuts: list[int]) -> None:
+    deltas = feed(decoder(skip_special_tokens=skip, grounding=True), tokens_of(MARKED), cuts)
+    assert joined(deltas) == shown
+    assert deltas[-1].spans == [Span("red 🙂", ((1, 2, 3, 4),))]
+    assert not any(delta.spans for delta in deltas[:-1])
+    # Whoever wants to know how sure the model is of a box finds its tokens.
+    scored = [item.token_id for delta in deltas for item in delta.scored]
+    assert scored == tokens_of(MARKED)
+
+
+@pytest.mark.parametrize(("skip", "shown"), [(True, "A r"), (False, "A <|ref|>r")])
+def test_stop_strings_see_the_text_that_is_shown(skip: bool, shown: str) -> None:
+    [delta] = feed(decoder(skip_special_tokens=skip, grounding=True, stop=["ed"]), tokens_of(MARKED), [])
+    assert (delta.text, delta.finish_reason) == (shown, "stop")
+    # Between "🙂" and " and" people read nothing, so a stop string may go across the boxes.
+    [delta] = feed(decoder(grounding=True, stop=["🙂 and"]), tokens_of(MARKED), [])
+    assert (delta.text, delta.finish_reason) == ("A red ", "stop")
+
+
+def test_cut_off_markup_stays_text() -> None:
+    text = "a<|ref|>b<|/ref|><|det|>[[1, 2"
+    [delta] = feed(decoder(grounding=True), tokens_of(text), [])
+    assert (delta.text, delta.spans) == ("ab[[1, 2", [])

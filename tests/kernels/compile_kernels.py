@@ -1,0 +1,80 @@
+"""Compile every Triton kernel for Hopper at deepseek-vl2-small's shapes; needs Triton, but no GPU.
+
+Run as a program of its own (`python -m tests.kernels.compile_kernels`): where kernels are interpreted for other tests,
+they cannot be compiled. Prints a line for each kernel.
+"""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import activation, head_linear, latent_write, mha_decode, mla_decode, moe, norm, router
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    "block_table": "*i64",
+    "context_lens": "*i64",
+    "slots": "*i64",
+    "chosen": "*i64",
+    "expert_ids": "*i64",
+    "counts": "*i32",
+    "table": "*i32",
+    "partial": "*fp32",
+    "stats": "*fp32",
+    "logits": "*fp32",
+    "bias": "*fp32",
+    "weights": "*fp32",
+    "places": "*i64",
+    "cos": "*fp32",
+    "sin": "*fp32",
+}
+BF16 = "*bf16"
+NUMBERS = {"scale": "fp32", "eps": "fp32", "scaling_factor": "fp32"}
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], **options: int) -> None:
+    """Compile one kernel: `pointers` are its 16-bit arrays, other names go by the tables above, the rest are int32."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in pointers:
+            signature[name] = BF16
+        else:
+            signature[name] = POINTERS.get(name) or NUMBERS.get(name) or "i32"
+    triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
+    print(kernel.__name__, flush=True)
+
+
+def main() -> None:
+    wide = {"num_warps": 4, "num_stages": 3}
+    cached = ["query_latent", "query_rope", "query", "kv_cache"]
+    compile_kernel(mla_decode._attend, {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": 32}, cached, **wide)
+    compile_kernel(mla_decode._combine, {"SPLITS": 32, "WIDTH": 512}, ["out"], num_warps=4)
+    compile_kernel(mha_decode._attend_head, {"DIM": 128, "PAGE": 64, "TOKENS": 32}, cached, **wide)
+    product = {"SLOTS": 128, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
+    for gated in (True, False):
+        compile_kernel(moe._product, {"GATED": gated, **product}, ["x", "weight", "y"], num_warps=4, num_stages=4)
+    compile_kernel(moe._list_pairs, {"BLOCK": 256}, [], num_warps=4)
+    for placed in (True, False):
+        constants = {"TOPK": 8, "PLACED": placed, "BLOCK": 1024}
+        compile_kernel(moe._weighted_sum, constants, ["outputs", "out"], num_warps=4)
+    compile_kernel(activation._silu_mul, {"BLOCK": 1024}, ["x", "y"], num_warps=4)
+    for add in (True, False):
+        arrays = ["rows", "residual", "weight", "out", "total"]
+        compile_kernel(norm._norm, {"BLOCK": 2048, "ADD": add}, arrays, num_warps=8)
+    POINTERS["weight"] = "*fp32"  # of the router, which is float32
+    compile_kernel(router._logits, {"EXPERTS": 8, "CHUNK": 512}, ["hidden"], num_warps=4)
+    for softmax in (True, False):
+        rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax}
+        compile_kernel(router._choose, {"TOPK": 6, "SHARED": 2, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
+    shape = {"ROWS": 16, "COLUMNS": 128, "DEPTH": 128}
+    compile_kernel(head_linear._head_linear, shape, ["x", "weight", "y"], **wide)
+    arrays = ["query", "latent", "norm_weight", "kv_cache"]
+    compile_kernel(latent_write._write_latents, {"HEADS": 16, "RANK": 512, "HALF": 32}, arrays, num_warps=4)
+
+
+if __name__ == "__main__":
+    main()
