@@ -25,6 +25,8 @@ _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 DRAIN_BYTES = 256 << 20
 # Path and query together. The longest that a client has reason to send is a model's name.
 MAX_URL_BYTES = 8 << 10
+# Each header counts as so many bytes more, as in HTTP/2: that is about what keeping a short one takes.
+HEADER_COST = 32
 # Slower than this on the average, and a body counts as stalled: 32 MiB may take half an hour.
 MIN_BYTES_PER_S = 16 << 10
 
@@ -131,7 +133,7 @@ class HeadLimit:
         url = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
         if url > MAX_URL_BYTES:
             return APIError(414, f"The URL is over the limit of {MAX_URL_BYTES} bytes.", code="url_too_long")
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
+        if sum(len(name) + len(value) + HEADER_COST for name, value in scope["headers"]) > self._max_bytes:
             return APIError(
                 431, f"The headers are over the limit of {self._max_bytes} bytes.", code="headers_too_large"
             )

@@ -14,6 +14,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from server.errors import APIError
 from server.settings import Settings
 
+# How long what a refused client goes on to send is dropped.
+LINGER_S = 1.0
+
 
 class PatientProtocol(HttpToolsProtocol):
     """`timeout_s` for each head, from the moment when the connection has nothing else to do; so many bytes at most."""
@@ -21,6 +24,7 @@ class PatientProtocol(HttpToolsProtocol):
     timeout_s: float
     max_head_bytes: int
 
+    _refused = False
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _head_bytes = 0
@@ -34,8 +38,10 @@ class PatientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -71,7 +77,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _out_of_patience(self) -> None:
         self._deadline = None
-        if self.transport.is_closing() or not self._is_idle:
+        if self._refused or self.transport.is_closing() or not self._is_idle:
             return
         if self._in_head:
             self._refuse(408, "The request's head came too slowly.", "request_timeout")
@@ -83,16 +89,23 @@ class PatientProtocol(HttpToolsProtocol):
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer before there is a request, and hang up."""
-        if self._is_idle:  # else the answer to the request before would be cut in two
-            body = json.dumps(APIError(status, message, code=code).body()).encode()
-            head = (
-                f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n"
-                "connection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
-        self.transport.close()
+        """Answer before there is a request, and hang up.
+
+        What still comes is dropped for a moment: closing at once would reset the connection, and with it this answer.
+        """
+        if not self._is_idle:  # it would stand in the middle of the answer to the request before
+            self.transport.close()
+            return
+        self._refused = True
+        body = json.dumps(APIError(status, message, code=code).body()).encode()
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
