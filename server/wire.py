@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import APIError
 from server.settings import Settings
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 # How long what a refused client goes on to send is dropped.
 LINGER_S = 1.0
@@ -25,6 +29,7 @@ class PatientProtocol(HttpToolsProtocol):
     max_head_bytes: int
 
     _refused = False
+    _answering: RequestResponseCycle | None = None
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _head_bytes = 0
@@ -35,7 +40,15 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._answering is not None and not self._answering.response_complete:
+            # uvicorn tells the last request of a pipeline alone, and this one would be answered to nobody.
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

@@ -19,8 +19,15 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 PATIENCE_S = 0.3
 
 
+LEFT = threading.Event()
+
+
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the number of bytes of the path, before it reads any body."""
+    """Answers with the number of bytes of the path, before it reads any body; /wait waits until its client leaves."""
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        LEFT.set()
     body = str(len(scope["path"])).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -126,3 +133,11 @@ def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> N
     answer = talk(address, requests)
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
     assert bodies == [str(1 + length).encode() for length in range(20)]
+
+
+def test_of_pipelined_requests_the_one_being_answered_hears_that_its_client_left(address: tuple[str, int]) -> None:
+    request = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(request * 3)
+        time.sleep(0.1)
+    assert LEFT.wait(30)
