@@ -6,6 +6,7 @@ R rows of logits over a vocabulary of V, float32. With l the logits of one row, 
     presence     l[i] - p                               for i among the generated
     frequency    l[i] - f * (times i was generated)
     bias         l[i] + b[i]
+    mask         -inf                                   for i that the request's grammar forbids
     temperature  l / T
     top-k        keep l[i] >= the k-th largest          (equals of the k-th stay)
     top-p        keep i while the mass of all larger ones is < p
@@ -41,6 +42,16 @@ def penalize(
     return logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
 
 
+def mask_tokens(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [R, V] with -inf where there is no bit in `allowed`.
+
+    allowed int32 [R, ceil(V / 32)]: bit i % 32 of word i // 32 is token i's.
+    """
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    bits = allowed[:, index // 32] >> (index % 32).int() & 1
+    return logits.masked_fill(bits == 0, -math.inf)
+
+
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits [R, V], tempered already, with -inf for what top-k, then top-p, then min-p leave out.
 
@@ -65,8 +76,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     stream = _mix(_mix(seeds) + positions)
     index = torch.arange(1, vocab_size + 1, device=seeds.device)
     bits = _mix(stream[:, None] + index * _GAMMA)
-    # 53 bits to (0, 1]. The winners are those near 0, where a float32 resolves 2**-53 as well as it does 1/2.
-    uniform = (_shift_right(bits, 11) + 1).to(torch.float32) * 2.0**-53
+    # 53 bits to (0, 1). The winners are those near 0, where a float32 resolves 2**-53 as well as it does 1/2. At 1 the
+    # noise would be -inf, which forbids a token, be it the only one left.
+    uniform = ((_shift_right(bits, 11) + 1).to(torch.float32) * 2.0**-53).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 

@@ -60,6 +60,10 @@ class Tokenizer:
         self.user_token_id = self._control_id(USER)
         self.assistant_token_id = self._control_id(ASSISTANT)
         self.grounding_token_ids = {marker: self._control_id(marker) for marker in GROUNDING_MARKERS}
+        self._control_ids = frozenset(
+            id for id, token in self._added.items() if token.content in GROUNDING_MARKERS or _is_control(token)
+        )
+        self._characters = self._without_added_tokens()
         self._plain, self._plain_to_id = self._build_plain()
 
     @classmethod
@@ -97,6 +101,11 @@ class Tokenizer:
         ids: list[int] = self._trusted.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_characters(self, text: str) -> list[int]:
+        """Ids of text taken letter by letter: what looks like an added token, grounding markers included, is none."""
+        ids: list[int] = self._characters.encode(_well_formed(text), add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids. Ids without text (the model's vocabulary is larger than the tokenizer's) add nothing.
 
@@ -125,6 +134,10 @@ class Tokenizer:
         """Whether the tokenizer file flags this token as special."""
         return id in self._special_ids
 
+    def is_control(self, id: int) -> bool:
+        """Whether this is a control token or a grounding marker: a token that means more than its letters."""
+        return id in self._control_ids
+
     def _control_id(self, text: str) -> int:
         """The id of a control token, looked up by its text: ids differ among the published checkpoints."""
         id: int | None = self._trusted.token_to_id(text)
@@ -137,14 +150,18 @@ class Tokenizer:
 
         It shares vocabulary and merges with the trusted one, so it costs neither time nor memory.
         """
-        plain = FastTokenizer(self._trusted.model)
-        if self._trusted.normalizer is not None:
-            plain.normalizer = self._trusted.normalizer
-        plain.pre_tokenizer = self._trusted.pre_tokenizer
+        plain = self._without_added_tokens()
         kept = {id: token for id, token in self._added.items() if not _is_control(token)}
         plain.add_tokens(list(kept.values()))
         plain_ids = {id: plain.token_to_id(token.content) for id, token in kept.items()}
         return plain, {plain_id: id for id, plain_id in plain_ids.items() if plain_id is not None}
+
+    def _without_added_tokens(self) -> FastTokenizer:
+        bare = FastTokenizer(self._trusted.model)
+        if self._trusted.normalizer is not None:
+            bare.normalizer = self._trusted.normalizer
+        bare.pre_tokenizer = self._trusted.pre_tokenizer
+        return bare
 
 
 def _is_control(token: AddedToken) -> bool:

@@ -157,6 +157,27 @@ def bench_offline(
     run_cases(settings, cases, image_size=(int(size[0]), int(size[1])), repeats=repeats, as_json=json)
 
 
+@bench_app.command("soak")
+@with_settings
+def bench_soak(
+    settings: Settings,
+    base_url: BaseURL = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long requests are sent.")] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    soak_seed: Annotated[int, typer.Option(help="Of what is sent.")] = 0,
+) -> None:
+    """Send mixed, broken and abandoned requests for a while, then check that nothing is lost or left behind."""
+    from server.errors import StartupError
+    from server.soak import soak
+
+    try:
+        well = soak(settings, base_url=base_url, minutes=minutes, seed=soak_seed, concurrency=concurrency)
+    except StartupError as error:
+        fail(str(error))
+    if not well:
+        raise typer.Exit(1)
+
+
 @app.command()
 @with_settings
 def doctor(settings: Settings) -> None:

@@ -94,20 +94,21 @@ def validation_error(error: ValidationError) -> APIError:
 
 
 def _parameter(location: Sequence[int | str]) -> str:
-    """("messages", 0, "user", "content") -> "messages[0].content": a union's tag after an index is no part of it."""
+    """("messages", 0, "user", "content") -> "messages[0].content": a union's tag is no part of it."""
     path = ""
     for place, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
             continue
-        after_index = place > 0 and isinstance(location[place - 1], int)
-        if after_index and part in _UNION_TAGS and place + 1 < len(location):
+        in_union = place > 0 and (isinstance(location[place - 1], int) or location[place - 1] in _UNIONS)
+        if in_union and part in _UNION_TAGS and place + 1 < len(location):
             continue
         path += f".{part}" if path else part
     return path
 
 
-_UNION_TAGS = {"system", "developer", "user", "assistant", "text", "image_url"}
+_UNIONS = {"response_format"}  # beside the items of lists
+_UNION_TAGS = {"system", "developer", "user", "assistant", "text", "image_url", "json_object", "json_schema"}
 
 
 def install_handlers(app: FastAPI) -> None:

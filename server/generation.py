@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from model.tokenizer import Tokenizer
 from server.answers import PromptTokensDetails, Usage
 from server.engine.client import EngineClient
-from server.engine.request import EngineDeadError, EngineRequest, QueueFull, RequestRejected, SamplingParams
+from server.engine.request import (
+    EngineDeadError,
+    EngineRequest,
+    Grammar,
+    QueueFull,
+    RequestRejected,
+    SamplingParams,
+)
 from server.errors import APIError
 from server.grounding import Span
 from server.prepare import PreparedPrompt
@@ -61,6 +68,7 @@ def make_jobs(
     max_tokens: int,
     logprobs: int | None,
     vocab_size: int,
+    grammar: Grammar | None = None,
 ) -> list[Job]:
     """The n choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
 
@@ -93,11 +101,13 @@ def make_jobs(
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
+            grammar=grammar,
         )
         decoder = AnswerDecoder(
             tokenizer,
             skip_special_tokens=body.skip_special_tokens,
-            grounding=bool(prompt.image_sizes),
+            # Of the forms an answer may be held to, only a grammar can ask for boxes; JSON that looks like one is JSON.
+            grounding=bool(prompt.image_sizes) and (grammar is None or grammar.kind == "lark"),
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
             min_tokens=body.min_tokens,
@@ -176,6 +186,10 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
         async with aclosing(engine.generate(job.request)) as events:
             async for event in events:
                 run.got(len(event.token_ids), event.queue_s)
+                # The engine has the pictures by now; choices share them, and all are sent before the first event comes.
+                job.request.images.clear()
+                if event.unservable:
+                    raise APIError(400, f"This request cannot be served: {event.error}", code="request_rejected")
                 if event.finish_reason == "error":
                     message = f"The engine could not finish this request: {event.error}"
                     raise APIError(500, message, code="engine_error")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
@@ -19,12 +20,23 @@ from model.config import ModelConfig
 from model.prompt import Message as PromptMessage
 from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prompt
 from model.tokenizer import Tokenizer
-from server.engine.request import ImageInput
+from server.engine.request import Grammar, ImageInput
+from server.engine.structured import GrammarCompiler, GrammarError
 from server.errors import APIError
 from server.fetch import MediaFetcher, is_fetched
 from server.grounding import GroundingError, ask_for_boxes
 from server.media import MediaError, decode_image, image_from_url
-from server.protocol import AssistantMessage, GroundingRequest, Message, SystemMessage, TextPart
+from server.protocol import (
+    AssistantMessage,
+    GroundingRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    StructuredOutputs,
+    SystemMessage,
+    TextPart,
+)
 from server.settings import Settings
 from server.telemetry import current, timed
 
@@ -71,11 +83,14 @@ class Preparer:
         self._tokenizer = tokenizer
         self._fetcher = fetcher
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        language = config.language
+        self._compiler = GrammarCompiler(lambda: tokenizer, language.vocab_size, language.eos_token_id)
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
 
     async def close(self) -> None:
         """End what is under way, and the fetcher with it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
         await self._fetcher.aclose()
 
     async def chat(self, messages: Sequence[Message], grounding: GroundingRequest | None = None) -> PreparedPrompt:
@@ -120,6 +135,19 @@ class Preparer:
                 message = f"prompt: token id {token} is outside the vocabulary of {vocabulary}"
                 raise APIError(400, message, param="prompt", code="invalid_value")
         return PreparedPrompt(prompt)
+
+    async def grammar(self, form: ResponseFormat | None, wish: StructuredOutputs | None) -> Grammar | None:
+        """What the answer has to look like, compiled once to see that it can be; None for plain text."""
+        found = _form_of_schema(form) or (None if wish is None else _form_of_wish(wish))
+        if found is None:
+            return None
+        grammar, param = found
+        try:
+            await asyncio.wrap_future(self._compiler.compile(grammar))
+        except GrammarError as error:
+            code = "invalid_schema" if grammar.kind == "json_schema" else "invalid_grammar"
+            raise APIError(400, f"{param}: {error}", param=param, code=code) from error
+        return grammar
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, build)
@@ -224,6 +252,32 @@ def _role(message: Message) -> Literal["system", "user", "assistant"]:
     if isinstance(message, SystemMessage):
         return "system"
     return "assistant" if isinstance(message, AssistantMessage) else "user"
+
+
+def _form_of_schema(form: ResponseFormat | None) -> tuple[Grammar, str] | None:
+    """The grammar of a response_format, and the name of the place it stands in."""
+    if isinstance(form, JsonObjectFormat):
+        return Grammar("json_schema", '{"type":"object"}'), "response_format"
+    if isinstance(form, JsonSchemaFormat):
+        return Grammar("json_schema", _compact(form.json_schema.schema_)), "response_format.json_schema.schema"
+    return None
+
+
+def _form_of_wish(wish: StructuredOutputs) -> tuple[Grammar, str]:
+    """The same of structured_outputs, which has just one of its fields."""
+    if wish.json_ is not None:
+        return Grammar("json_schema", _compact(wish.json_)), "structured_outputs.json"
+    if wish.regex is not None:
+        return Grammar("regex", wish.regex), "structured_outputs.regex"
+    if wish.choice is not None:
+        # Lark writes strings as JSON does.
+        return Grammar("lark", "start: " + " | ".join(map(_compact, wish.choice))), "structured_outputs.choice"
+    assert wish.grammar is not None
+    return Grammar("lark", wish.grammar), "structured_outputs.grammar"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _pack(prompt: Prompt) -> PreparedPrompt:

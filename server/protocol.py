@@ -88,8 +88,9 @@ class RequestModel(BaseModel):
         """Drop nulls. Of unknown fields one is enough to refuse the request: a million would be a million errors."""
         if not isinstance(data, dict):
             return data
-        unknown = next(({key: data[key]} for key in data if key not in cls.model_fields), {})
-        known = {key: value for key, value in data.items() if key in cls.model_fields and value is not None}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(({key: data[key]} for key in data if key not in names), {})
+        known = {key: value for key, value in data.items() if key in names and value is not None}
         return known | unknown
 
 
@@ -170,8 +171,48 @@ class StreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, _refused("obfuscation is not supported by this server", False)] = None
 
 
-class ResponseFormat(RequestModel):
+class TextFormat(RequestModel):
     type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """A JSON schema that the answer satisfies. `strict` changes nothing: it is always enforced."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None  # ignored: the model sees nothing of the schema
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat,
+    Field(discriminator="type"),
+    _known("type", "text", "json_object", "json_schema"),
+]
+
+
+class StructuredOutputs(RequestModel):
+    """The form of the answer by one of: a JSON schema, a regular expression, a list of texts, a Lark grammar."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1), _not_longer(1024)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise _contradiction("structured_outputs", "structured_outputs takes one of json, regex, choice, grammar")
+        return self
 
 
 class GroundingRequest(RequestModel):
@@ -214,6 +255,7 @@ class GenerationRequest(RequestModel):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
@@ -267,6 +309,11 @@ class ChatOptions(GenerationRequest):
     def _no_contradictions(self) -> ChatOptions:
         if self.top_logprobs is not None and not self.logprobs:
             raise _contradiction("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        formed = not isinstance(self.response_format, TextFormat | None)
+        if formed and self.structured_outputs is not None:
+            raise _contradiction("structured_outputs", "give either structured_outputs or a response_format")
+        if self.grounding is not None and (formed or self.structured_outputs is not None):
+            raise _contradiction("grounding", "grounding and structured output cannot go together")
         _check_min_tokens(self.min_tokens, self.answer_limit)
         return self
 

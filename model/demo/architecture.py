@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from model.tokenizer import PAD
+
 CANDIDATES: tuple[tuple[int, int], ...] = (
     (384, 384),
     (384, 768),
@@ -81,7 +83,7 @@ def processor_config_json() -> dict[str, Any]:
         "image_std": [0.5, 0.5, 0.5],
         "normalize": True,
         "image_token": "<image>",
-        "pad_token": "<｜▁pad▁｜>",
+        "pad_token": PAD,
         "sft_format": "deepseek",
         "add_special_token": False,
         "mask_prompt": False,

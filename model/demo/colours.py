@@ -7,6 +7,7 @@ them. The boxes of different names keep a distance, so that every drawn colour h
 from __future__ import annotations
 
 import colorsys
+import math
 import random
 from dataclasses import dataclass
 
@@ -101,4 +102,4 @@ def to_lab(colour: Rgb) -> tuple[float, float, float]:
 
 def distance(first: Rgb, second: Rgb) -> float:
     """How different two colours look: Euclidean distance in L*a*b* (2 is just visible, 100 is black to white)."""
-    return sum((a - b) ** 2 for a, b in zip(to_lab(first), to_lab(second), strict=True)) ** 0.5
+    return math.dist(to_lab(first), to_lab(second))

@@ -13,6 +13,7 @@ from model.demo.words import PICTOGRAMS
 LEAST_SIZE = 36  # a thing's longer side, in pixels of the global view
 LEAST_TILED_SIZE = 30  # where local tiles show it larger
 
+
 @dataclass(frozen=True)
 class Wish:
     """A thing to be: noun, colour, longer side in pixels of the picture, size word."""
@@ -56,7 +57,7 @@ def compose(rng: random.Random, request: Request, size: tuple[int, int], *, has_
     def side(low: float, high: float) -> float:
         """A longer side between two shares of the picture's shorter side; small ones are as frequent as large ones."""
         least = max(low * unit, floor)
-        return least * (max(high * unit / least, 1.0) ** rng.random())
+        return float(least * max(high * unit / least, 1.0) ** rng.random())
 
     if kind == "one":
         noun, colour = pick(1)[0]
@@ -115,5 +116,3 @@ def random_noun(rng: random.Random, request: Request) -> tuple[str, str | None]:
         noun, colour = like or rng.choice(SHAPES), rng.choice(list(OBJECT_COLOURS))
         if (colour, noun) not in HELD_OUT:
             return noun, colour
-
-

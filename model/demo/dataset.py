@@ -17,7 +17,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from model.demo.fonts import find_fonts
-from model.demo.rows import KINDS, PATCHES, Kind, Row, Wording, random_row
+from model.demo.labels import PATCHES
+from model.demo.rows import KINDS, Kind, Row, Wording, random_row
 from model.image import TILE_FEATURES, TILE_SIZE
 from model.tokenizer import Tokenizer
 
@@ -123,7 +124,7 @@ def pack(row: Row, arrays: Arrays, index: int, kind: Kind, pad_id: int) -> None:
         _write(arrays[name][index], values, filler, filled)
 
 
-def _write(target: npt.NDArray[np.generic], values: object, filler: int, length: int) -> None:
+def _write(target: npt.NDArray[np.generic], values: npt.ArrayLike, filler: int, length: int) -> None:
     target[:length] = values
     target[length:] = filler
 
@@ -134,6 +135,11 @@ class Plan:
 
     tiles: int = 240
     chunk_tiles: int = 24
+
+    def __post_init__(self) -> None:
+        most = max(kind.tiles for kind in KINDS.values())
+        if self.tiles < most:
+            raise ValueError(f"a step needs at least {most} tiles, one row of the largest kind, not {self.tiles}")
 
     def rows(self, kind: Kind) -> int:
         """Rows of a batch. Every kind's has the same number of tiles, if the budget is a multiple of 30."""
@@ -194,7 +200,7 @@ class Renderer:
         """The next finished job. Raises RenderError if a worker failed."""
         while not self._done._reader.poll(5.0):  # type: ignore[attr-defined]
             self._check()
-        result = self._done.get()
+        result: Job | str = self._done.get()
         if isinstance(result, str):
             raise RenderError(result)
         return result
@@ -310,7 +316,7 @@ class Loader:
         except BaseException as error:
             self._ready.put(error)
 
-    def _batches(self):  # type: ignore[no-untyped-def]
+    def _batches(self) -> Iterator[tuple[str, Batch, torch.cuda.Event | None]]:
         """Yields (kind, batch on the device, event of the copy's end), step after step."""
         renderer, plan = self._renderer, self._renderer.plan
         free = list(range(renderer.slots))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kernels.rope_cache import rope_tables
 from model.attention import LatentAttention
 from model.language import DecoderLayer
-from model.moe import MLP, MixtureOfExperts
+from model.moe import MLP
 from model.vision import LAYER_NORM_EPS, VisionBlock
 from model.vl2 import DeepseekVL2
 
@@ -282,7 +282,7 @@ def decode(
             weights = (layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight)
             stream = functions.dense_layer_end(*common, *weights, config.rms_norm_eps)
         else:
-            mixture = cast(MixtureOfExperts, layer.mlp)
+            mixture = layer.mlp
             experts = (mixture.router.weight, mixture.experts.gate_up_weight, mixture.experts.down_weight)
             stream, balance = functions.moe_layer_end(
                 *common, *experts, config.rms_norm_eps, config.num_experts_per_tok

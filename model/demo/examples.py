@@ -109,7 +109,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about pictures: the words that a true answer has, and the demo's own true answer (its caption if None).
+    """A question about pictures: the words that a true answer has, and the demo's own answer (its caption if None).
 
     ``needs_tiles``: a model that sees one picture of one tile at a time cannot know it.
     """

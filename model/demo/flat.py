@@ -79,7 +79,7 @@ class FlatParameters:
         if dist.is_initialized():
             dist.all_reduce(self._gradient)
             self._gradient.div_(dist.get_world_size())
-        norm = self._gradient.norm()
+        norm: Tensor = self._gradient.norm()
         scale = torch.where(norm.isfinite(), (clip / (norm + 1e-6)).clamp(max=1.0), 0.0)
         gradient = self._gradient.nan_to_num_(0.0, 0.0, 0.0).mul_(scale)
         self.first.lerp_(gradient, 1 - betas[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +101,7 @@ class Fonts:
         return Pictogram(bitmap, rim[:: max(1, len(rim) // 48)])
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_fonts(folder: Path | None = None) -> Fonts:
     """The fonts of ``folder``, or of the system when none is given.
 

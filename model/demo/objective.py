@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.demo import dense
-from model.demo.rows import CHARACTERS, CLASSES, COLOURS, IGNORED
+from model.demo.labels import CHARACTERS, CLASSES, COLOURS, IGNORED
 from model.image import TILE_SIZE
 from model.vl2 import DeepseekVL2
 
@@ -66,11 +66,12 @@ def disturb(tiles: Tensor, generator: torch.Generator | None) -> Tensor:
     def uniform(low: float, high: float) -> Tensor:
         return torch.rand(shape, generator=generator, device=tiles.device) * (high - low) + low
 
-    values = tiles.float() / 127.5 - 1.0
-    noise = torch.randn(values.shape, generator=generator, device=tiles.device)
-    strength = (uniform(-0.06, 0.06)).clamp(min=0.0)
-    values = values * uniform(0.93, 1.05) + uniform(-0.05, 0.05) + noise * strength
-    return values.clamp(-1.0, 1.0).flatten(0, 1)
+    contrast, brightness = uniform(0.93, 1.05), uniform(-0.05, 0.05)
+    noise = torch.randn(tiles.shape, generator=generator, device=tiles.device)
+    values = tiles * (contrast / 127.5)
+    values += brightness - contrast
+    values.addcmul_(noise, uniform(-0.06, 0.06).clamp(min=0.0))
+    return values.clamp_(-1.0, 1.0).flatten(0, 1)
 
 
 @dataclass(frozen=True)

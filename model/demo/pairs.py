@@ -96,7 +96,7 @@ def which_shows(rng: random.Random, scenes: Sequence[Scene]) -> Turn | None:
         return None
     group = rng.choice(own)
     tint = group.colour if rng.random() < 0.5 else None
-    if any(other is not scenes[index] and _has(other, group.noun, tint) for other in scenes):
+    if any(_has(other, group.noun, tint) for place, other in enumerate(scenes) if place != index):
         return None
     total = sum(g.count for g in own if g.noun == group.noun and tint in (None, g.colour))
     thing = name_of(group.noun, tint, total)
@@ -160,12 +160,13 @@ def which_reads(rng: random.Random, scenes: Sequence[Scene]) -> Turn | None:
         return Turn(question, f"The {ORDINALS[index]} picture has text.", "which one")
     if alone and rng.random() < 0.3:
         return Turn(rng.choice(READ), f"The text says {text}.", "read one of several")
-    if rng.random() < 0.3:
+    elsewhere = [quote(found.text) for place, scene in enumerate(scenes) if place != index for found in scene.prints]
+    if text not in elsewhere and rng.random() < 0.3:
         forms = (f"Which picture says {text}?", f"Which one says {text}?", f"Which image has the word {text}?")
         return Turn(rng.choice(forms), f"The {ORDINALS[index]} picture says {text}.", "which one")
     which = ordinal(rng, index)
-    forms = ("What does {} say?", "What is written in {}?", "Read the text in {}.", "What does the text in {} say?")
-    return Turn(rng.choice(forms).format(which), f"The text says {text}.", "read one of several")
+    asking = ("What does {} say?", "What is written in {}?", "Read the text in {}.", "What does the text in {} say?")
+    return Turn(rng.choice(asking).format(which), f"The text says {text}.", "read one of several")
 
 
 def count_each(rng: random.Random, scenes: Sequence[Scene]) -> Turn | None:

@@ -16,6 +16,7 @@ LEAST_SLANTED_PIXELS = 34
 LEAST_POINTS = 14  # in the picture itself, however much the tile enlarges it
 SMALL_POINTS = 32  # below, in the tile, the letters' strokes are too thin for any colour
 
+
 def random_text(rng: random.Random, longest: int) -> str:
     """Text to print: words, made-up letters, numbers; nothing whose case or characters the eye cannot tell."""
     kind = rng.random()

@@ -56,6 +56,8 @@ def synonym(rng: random.Random, noun: str, count: int = 1) -> str:
 def absent(rng: random.Random, scene: Scene) -> tuple[str, str | None]:
     """A noun and colour that the picture does not show; half the time near to something that it does show."""
     shown = {(thing.noun, thing.colour) for thing in scene.things}
+    noun: str
+    colour: str | None
     while True:
         shapes = [thing for thing in scene.things if thing.colour]
         if shapes and rng.random() < 0.5:
@@ -378,7 +380,7 @@ def ask(rng: random.Random, scene: Scene, kind: str | None = None) -> Turn | Non
 
 
 def dialogues(rng: random.Random, scene: Scene) -> Iterator[Dialogue]:
-    """Endlessly many conversations about one picture. The first has the caption, most have one turn, some up to four."""
+    """Endlessly many conversations about one picture. The first has the caption, most have one turn, some four."""
     opening = ask(rng, scene, "caption")
     assert opening is not None
     turns: list[Turn] = [opening]

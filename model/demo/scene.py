@@ -34,7 +34,7 @@ HELD_OUT: frozenset[tuple[str, str]] = frozenset(
 
 @dataclass(frozen=True)
 class Thing:
-    """One drawn thing: its noun, its colour (None for a pictogram), size word if it needs one, pixel box (x2, y2 outside)."""
+    """A drawn thing: noun, colour (None for a pictogram), size word if it needs one, pixel box (x2, y2 outside)."""
 
     noun: str
     colour: str | None
@@ -107,5 +107,3 @@ def local_scale(size: tuple[int, int]) -> float:
     """Pixels of the local view a pixel of the picture."""
     columns, rows = tile_grid(size, CANDIDATES, tiled=True)
     return min(columns * TILE_SIZE / size[0], rows * TILE_SIZE / size[1])
-
-

@@ -170,5 +170,3 @@ def _inks(rng: random.Random, small: list[bool], ground: str, ground_rgb: Rgb) -
         else:
             return None
     return inks
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
@@ -52,9 +52,9 @@ def _regular(corners: int, start: float = -90.0) -> np.ndarray:
     return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def outline(kind: str) -> np.ndarray:
-    """The outline of a shape as float64 [points, 2], y downwards, of about unit radius. A ring's is its outer circle."""
+    """The outline of a shape as float64 [points, 2], y downwards, of about unit radius. A ring's is its circle."""
     match kind:
         case "circle" | "ring" | "oval":
             return _regular(96)
@@ -105,7 +105,7 @@ def outline(kind: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShapeForm:
-    """How one shape is drawn: stretch of its width and height, turn in degrees, hole of a ring, smooth or jagged edge."""
+    """How a shape is drawn: stretch of its width and height, turn in degrees, hole of a ring, smooth or jagged."""
 
     kind: str
     stretch: tuple[float, float]
@@ -142,7 +142,8 @@ def _points(form: ShapeForm, size: float) -> np.ndarray:
     cos, sin = math.cos(angle), math.sin(angle)
     points = points @ np.array([[cos, sin], [-sin, cos]])
     points = points - points.min(axis=0)
-    return points * (size / points.max())
+    scaled: np.ndarray = points * (size / points.max())
+    return scaled
 
 
 def shape_extent(form: ShapeForm, size: float) -> tuple[int, int]:

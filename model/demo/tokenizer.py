@@ -1,4 +1,4 @@
-"""The demo's own tokenizer: a byte-level BPE of 1,013 entries over the demo's dialogues, and the model's control tokens.
+"""The demo's own tokenizer: a byte-level BPE of 1,013 entries over the demo's dialogues, and the control tokens.
 
     python -m model.demo.tokenizer --out FOLDER
 

@@ -253,21 +253,21 @@ def number(count: int) -> str:
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
 
-PRINTED_WORDS = tuple(
-    """
-    hello world open closed stop sale exit enter push pull free new hot cold coffee tea milk bread water fire book
-    music dance happy smile love peace dream star moon sun rain snow wind storm river lake ocean beach island forest
-    garden flower apple banana cherry orange lemon grape melon pizza burger pasta salad soup rice sugar honey
-    monday tuesday friday sunday january march april june july august winter spring summer autumn north south east west
-    red blue green yellow black white pink brown silver gold one two three four five six seven eight nine ten zero
-    yes no go up down left right start end begin finish play pause next back home menu help info news sport game
-    team score win lose best good bad big small fast slow high low old young day night light dark early late
-    cat dog bird fish horse lion tiger bear wolf fox mouse house door window table chair room floor roof wall street
-    road bridge park city town village hotel bank shop store market school office taxi bus train plane ship boat car
-    bike walk run jump swim ride drive fly ticket price cash card money dollar euro cent gift party birthday welcome
-    thanks please sorry danger warning caution quiet private public staff only wet paint keep out off grass thank you
-    lunch dinner breakfast today special offer discount fresh local organic natural pure power energy speed force
-    green paper pencil letter number word line page photo picture camera video radio phone email web code data file
-    test demo model vision image text label sign logo brand name title king queen prince castle crown magic secret
-    """.split()
-)
+_PRINTED_WORDS = """
+hello world open closed stop sale exit enter push pull free new hot cold coffee tea milk bread water fire book
+music dance happy smile love peace dream star moon sun rain snow wind storm river lake ocean beach island forest
+garden flower apple banana cherry orange lemon grape melon pizza burger pasta salad soup rice sugar honey
+monday tuesday friday sunday january march april june july august winter spring summer autumn north south east west
+red blue green yellow black white pink brown silver gold one two three four five six seven eight nine ten zero
+yes no go up down left right start end begin finish play pause next back home menu help info news sport game
+team score win lose best good bad big small fast slow high low old young day night light dark early late
+cat dog bird fish horse lion tiger bear wolf fox mouse house door window table chair room floor roof wall street
+road bridge park city town village hotel bank shop store market school office taxi bus train plane ship boat car
+bike walk run jump swim ride drive fly ticket price cash card money dollar euro cent gift party birthday welcome
+thanks please sorry danger warning caution quiet private public staff only wet paint keep out off grass thank you
+lunch dinner breakfast today special offer discount fresh local organic natural pure power energy speed force
+green paper pencil letter number word line page photo picture camera video radio phone email web code data file
+test demo model vision image text label sign logo brand name title king queen prince castle crown magic secret
+"""
+
+PRINTED_WORDS: tuple[str, ...] = tuple(_PRINTED_WORDS.split())

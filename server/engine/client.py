@@ -108,13 +108,12 @@ class EngineClient:
         finally:
             if self._streams.get(request.request_id) is queue:
                 del self._streams[request.request_id]
-                if not ended and process.alive:
-                    process.post(Abort(request.request_id))
+                if not ended:
+                    self._post_abort(request.request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets an event with finish_reason "abort" unless it ended before."""
-        if self._process is not None and self._process.alive:
-            self._process.post(Abort(request_id))
+        self._post_abort(request_id)
 
     async def stats(self) -> EngineStats:
         """The engine's gauges and counters now. EngineDeadError when the process is gone or goes."""
@@ -143,6 +142,10 @@ class EngineClient:
         if self._process is None or not self._process.alive:
             raise EngineDeadError("the engine is not running")
         return self._process
+
+    def _post_abort(self, request_id: str) -> None:
+        if self._process is not None and self._process.alive:
+            self._process.post(Abort(request_id))
 
     async def _launch(self) -> EngineInfo:
         self._has_served = False
@@ -194,7 +197,7 @@ class EngineClient:
         if queue.qsize() >= self.config.max_unread_events:
             del self._streams[request_id]
             logger.warning("request %s is aborted: %s", request_id, TOO_SLOW)
-            self._living().post(Abort(request_id))
+            self._post_abort(request_id)
             item = TokenEvent(request_id=request_id, finish_reason="abort", error=TOO_SLOW)
         queue.put_nowait(item)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
 
 import msgspec
 import torch
@@ -16,6 +18,7 @@ import zmq
 
 from model.batch import PAGE_SIZE
 from model.image import image_layout
+from model.tokenizer import Tokenizer
 from server.engine.kv_cache import PagePool, PagePoolError
 from server.engine.prefix import ContentKeys
 from server.engine.request import (
@@ -43,11 +46,13 @@ from server.engine.request import (
 from server.engine.runner import Runner
 from server.engine.sampler import SampledToken
 from server.engine.scheduler import Scheduler, StepPlan
+from server.engine.structured import GrammarCompiler, Guide
 from server.engine.vision_cache import VisionCache, VisionCacheError
 
 logger = logging.getLogger(__name__)
 
 FATAL_EXIT_CODE = 70
+COMPILE_WAIT_S = 0.01  # how long an engine with nothing else to do waits for a grammar before it looks around
 
 
 class Engine:
@@ -71,6 +76,7 @@ class Engine:
             vision_tile_budget=config.vision_tile_budget,
             eos_token_id=self.info.eos_token_id,
         )
+        self.compiler = _make_compiler(self.runner.folder, self.info.vocab_size, self.info.eos_token_id)
         self._steps = self._step_sequences = self._prompt_tokens = self._generated_tokens = self._tiles = 0
         self._aborted_requests = self._failed_requests = self._integrity_errors = 0
 
@@ -86,17 +92,23 @@ class Engine:
                 raise RequestRejected(f"token id {token} is outside the vocabulary of {self.info.vocab_size}")
         seed = request.sampling.seed
         root = self.keys.root(request.cache_salt)
-        self.scheduler.add(
-            Request(
-                request.request_id,
-                list(request.token_ids),
-                request.sampling,
-                seed=secrets.randbits(64) if seed is None else seed,
-                images=self._place_images(request, root),
-                priority=request.priority,
-                root_key=root,
-            )
+        record = Request(
+            request.request_id,
+            list(request.token_ids),
+            request.sampling,
+            seed=secrets.randbits(64) if seed is None else seed,
+            images=self._place_images(request, root),
+            priority=request.priority,
+            root_key=root,
         )
+        grammar = request.sampling.grammar
+        if grammar is None:
+            self.scheduler.add(record)
+        elif self.compiler is None:
+            raise RequestRejected(f"structured output needs tokenizer.json, which {self.runner.folder} does not have")
+        else:
+            self.scheduler.add(record)
+            record.guide = Guide(self.compiler.compile(grammar))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request in whatever state it is; its pages are free when this returns. None if it had ended already."""
@@ -112,9 +124,10 @@ class Engine:
         A step that raises is run again request by request, so that only those it fails for end with
         finish_reason "error". Raises torch.AcceleratorError when the device itself is lost.
         """
+        events = self._settle_grammars()
         plan = self.scheduler.schedule()
         if plan is None:
-            return []
+            return events
         self._steps += 1
         self._step_sequences += len(plan.requests)
         try:
@@ -122,8 +135,8 @@ class Engine:
         except Exception as error:
             _raise_if_device_is_lost(error)
             logger.exception("a step of %d requests failed, running them one by one", len(plan.requests))
-            return [event for request in plan.requests for event in self._run_alone(plan, request)]
-        return self._commit(plan, sampled)
+            return events + [event for request in plan.requests for event in self._run_alone(plan, request)]
+        return events + self._commit(plan, sampled)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -182,6 +195,17 @@ class Engine:
             records.append(record)
         return records
 
+    def _settle_grammars(self) -> list[TokenEvent]:
+        """Fail the waiting requests whose grammar turned out unusable; wait for one if all wait for theirs."""
+        waiting = self.scheduler.waiting
+        pending = [request.guide.matcher for request in waiting if request.guide is not None and not request.ready]
+        if pending and len(pending) == len(self.scheduler.requests):
+            wait(pending, timeout=COMPILE_WAIT_S, return_when=FIRST_COMPLETED)
+        guided = [(request, request.guide) for request in waiting if request.guide is not None and request.ready]
+        return [
+            self._fail(request, guide.error, unservable=True) for request, guide in guided if guide.error is not None
+        ]
+
     def _compute(self, plan: StepPlan) -> list[SampledToken | None]:
         return self.runner.execute(plan).sampled.collect()
 
@@ -189,11 +213,14 @@ class Engine:
         """Enter a step's outcome in the books and turn it into events."""
         self._tiles += sum(encode.last - encode.first for encode in plan.encodes)
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefills)
+        sampled = [_follow(request, token) for request, token in zip(plan.sampled, sampled, strict=True)]
         self.scheduler.commit(plan, [None if token is None else token.token_id for token in sampled])
         events = []
         for request, token in zip(plan.sampled, sampled, strict=True):
             if token is None:
-                events.append(self._fail(request, "the model's logits are not finite numbers"))
+                lost = request.guide.error if request.guide is not None else None
+                message = lost or "the model's logits are not finite numbers"
+                events.append(self._fail(request, message, unservable=lost is not None))
                 continue
             self._generated_tokens += 1
             reason = request.finish_reason(self.info.eos_token_id)
@@ -221,11 +248,25 @@ class Engine:
             return [self._fail(request, f"{type(error).__name__}: {error}")]
         return self._commit(part, sampled)
 
-    def _fail(self, request: Request, message: str) -> TokenEvent:
+    def _fail(self, request: Request, message: str, *, unservable: bool = False) -> TokenEvent:
         self.scheduler.finish(request.request_id, spoiled=True)
         self.runner.forget(request.request_id)
         self._failed_requests += 1
-        return TokenEvent(request_id=request.request_id, finish_reason="error", error=message)
+        return TokenEvent(request_id=request.request_id, finish_reason="error", error=message, unservable=unservable)
+
+
+def _make_compiler(folder: Path, vocab_size: int, eos_token_id: int) -> GrammarCompiler | None:
+    """None for a checkpoint without its tokenizer, which dummy weights do without."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return GrammarCompiler(lambda: Tokenizer.from_folder(folder), vocab_size, eos_token_id)
+
+
+def _follow(request: Request, token: SampledToken | None) -> SampledToken | None:
+    """The token, once the request's guide has stepped over it; None if there is none, or none that fits."""
+    if token is None or request.guide is None or request.guide.advance(token.token_id):
+        return token
+    return None
 
 
 def _raise_if_device_is_lost(error: Exception) -> None:

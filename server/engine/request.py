@@ -10,9 +10,12 @@ import math
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from server.engine.structured import Guide
 
 TILE_SHAPE = (3, 384, 384)
 TILE_BYTES = math.prod(TILE_SHAPE)
@@ -87,6 +90,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer has to look like: JSON that satisfies a schema, or text that a regex or a Lark grammar matches."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens. temperature 0 is greedy; top_k 0 and -1, top_p 1, min_p 0 mean off."""
 
@@ -104,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the sampled token's and the n best
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -175,6 +186,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
     queue_s: float | None = None  # with the first token: seconds that the request waited for its first step
+    unservable: bool = False  # with "error": by what the request asks for, not by a fault of the engine
     cached_tokens: int | None = None  # with the first token: how many of the prompt's were found computed
 
 
@@ -328,6 +340,7 @@ class Request:
     arrived_s: float = field(default_factory=time.monotonic)
     admitted_s: float | None = None  # when it first left the queue
     num_cached: int | None = None  # tokens found computed when it was first admitted
+    guide: Guide | None = None  # with a grammar: where in it the answer is
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -356,6 +369,11 @@ class Request:
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s
 
     @property
+    def ready(self) -> bool:
+        """Whether it may run: its grammar, if it has one, is compiled."""
+        return self.guide is None or self.guide.ready
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -366,6 +384,8 @@ class Request:
 
     def finish_reason(self, eos_token_id: int) -> Literal["stop", "length"] | None:
         """Why generation ends with the last token of `token_ids`, or None if it goes on."""
+        if self.guide is not None and self.guide.ended:
+            return "stop"
         last = self.token_ids[-1]
         if (last == eos_token_id and not self.sampling.ignore_eos) or last in self.sampling.stop_token_ids:
             return "stop"

@@ -50,8 +50,9 @@ class Runner:
         self.config = config
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.folder = resolve_model(config.model_path, weights=config.load_format == "auto")
         self.model = load_model(
-            resolve_model(config.model_path, weights=config.load_format == "auto"),
+            self.folder,
             device=self.device,
             dtype=self.dtype,
             load_format=config.load_format,

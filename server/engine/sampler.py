@@ -7,6 +7,8 @@ Its decisions:
 - The repetition penalty covers the prompt (with the image token's id, as the reference) and the generated
   tokens; presence and frequency penalties cover the generated ones alone (OpenAI's definition).
 - Until min_tokens are generated, eos (unless ignore_eos) and the stop ids can't be chosen.
+- A request's grammar wins over all of these: what it forbids can't be chosen, and where it leaves nothing but eos or
+  a stop id, min_tokens and ignore_eos give way. The token is drawn from what is left, so the noise of a seed stays.
 - Log-probabilities are the model's own: of the logits before penalties, bias and temperature. -inf becomes
   MIN_LOGPROB, since JSON has no infinity.
 - A drawn token depends on its logits, the request's seed and its position in the sequence, not on the batch.
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sample import penalize, sample_tokens, token_logprobs, truncate
+from kernels.sample import mask_tokens, penalize, sample_tokens, token_logprobs, truncate
 from server.engine.request import Request, SamplingParams, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -155,6 +157,7 @@ class SamplingBatch:
     requests: list[Request]
     penalties: Penalties | None
     bias: Bias | None
+    guided: list[int]  # rows whose request has a grammar
     draws: Draws | None
     logprob_rows: list[int]
     logprob_index: Tensor  # int64 [L], the same
@@ -180,6 +183,7 @@ class Sampler:
             requests=requests,
             penalties=self._prepare_penalties(requests),
             bias=self._prepare_bias(requests),
+            guided=[row for row, request in enumerate(requests) if request.guide is not None],
             draws=self._prepare_draws(requests),
             logprob_rows=list(wanted),
             logprob_index=self._integers(list(wanted)),
@@ -193,6 +197,9 @@ class Sampler:
             self._penalise(adjusted, batch.penalties)
         if batch.bias is not None:
             adjusted[batch.bias.rows, batch.bias.ids] += batch.bias.values
+        if batch.guided:
+            rows = self._integers(batch.guided)
+            adjusted[rows] = mask_tokens(adjusted[rows], self._allowed([batch.requests[row] for row in batch.guided]))
         best = adjusted.max(dim=-1)
         tokens = best.indices
         if batch.draws is not None:
@@ -234,7 +241,8 @@ class Sampler:
         ids: list[int] = []
         values: list[float] = []
         for row, request in enumerate(requests):
-            bias = request.sampling.logit_bias | dict.fromkeys(self._banned(request), -math.inf)
+            banned = self._banned(request) if request.guide is None else []
+            bias = request.sampling.logit_bias | dict.fromkeys(banned, -math.inf)
             rows += [row] * len(bias)
             ids += bias.keys()
             values += bias.values()
@@ -244,6 +252,19 @@ class Sampler:
         if request.num_generated >= request.sampling.min_tokens:
             return []
         return request.sampling.stop_token_ids + ([] if request.sampling.ignore_eos else [self.eos_token_id])
+
+    def _allowed(self, requests: list[Request]) -> Tensor:
+        """The tokens that each request's grammar allows, a bit each: int32 [N, ceil(V / 32)].
+
+        Filled here on the host, after the forward pass was launched: the device computes meanwhile.
+        """
+        allowed = torch.empty(len(requests), -(-self.vocab_size // 32), dtype=torch.int32)
+        for words, request in zip(allowed.numpy(), requests, strict=True):
+            assert request.guide is not None
+            # Where the text could end, eos would end it: a request that ignores eos goes on if it can.
+            eos = [self.eos_token_id] if request.sampling.ignore_eos else []
+            request.guide.fill(words, avoid=self._banned(request) + eos)
+        return self._upload(allowed)
 
     def _prepare_draws(self, requests: list[Request]) -> Draws | None:
         rows = [row for row, request in enumerate(requests) if not request.sampling.greedy]

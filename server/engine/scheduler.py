@@ -8,9 +8,10 @@ decodes and the two budgets, whatever arrives; only a preemption makes a longer 
 - First come, first served, among requests of the same priority; a lower priority number goes first. A waiting
   request is admitted when the pages for all its known tokens are free, beside those it finds computed already,
   and when there is room for its pictures' features.
-- Nobody overtakes the head of the queue, but for one case: a request whose next pages are just being computed
+- Nobody overtakes the head of the queue, but for two cases: a request whose next pages are just being computed
   by another waits until they can be shared, and lets others pass. So of the n choices of one prompt, or of a
-  burst of questions on one new picture, only the first computes what they have in common.
+  burst of questions on one new picture, only the first computes what they have in common. And so does one whose
+  grammar is still being compiled.
 - Only decodes need further pages, one every `page_size` steps. When none is free, the last in rank is
   preempted: its pages return, it waits, and its prompt and generated tokens are later computed anew as one
   prefill, as far as its old pages have been taken by others meanwhile. So the first running request advances in
@@ -251,7 +252,7 @@ class Scheduler:
         if len(self.running) >= self.max_num_seqs:
             return None
         for request in self.waiting:
-            if not coming.isdisjoint(request.page_keys):
+            if not request.ready or not coming.isdisjoint(request.page_keys):
                 continue
             shared = self.pool.find(request.page_keys[: (request.num_tokens - 1) // self.pool.page_size])
             missing = self.pool.pages_for(request.num_tokens) - len(shared)

@@ -44,6 +44,7 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = answer_room(
         prompt, service.max_model_len, wanted=body.answer_limit, least=body.min_tokens, param="messages"
     )
+    grammar = await until_disconnect(request, service.preparer.grammar(body.response_format, body.structured_outputs))
     identity = f"chatcmpl-{uuid.uuid4().hex}"
     jobs = make_jobs(
         body,
@@ -53,6 +54,7 @@ async def chat_completions(request: Request) -> Response:
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         vocab_size=service.vocab_size,
+        grammar=grammar,
     )
     form = _Form(body, prompt, identity, service.tokenizer)
     if body.stream:

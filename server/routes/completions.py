@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from model.tokenizer import Tokenizer
 from server.answers import Completion, CompletionChoice, CompletionChunk, CompletionLogprobs, Usage
+from server.engine.request import Grammar
 from server.generation import Answer, Generation, Job, Tally, collect, make_jobs, usage_of
 from server.prepare import PreparedPrompt, answer_room
 from server.protocol import CompletionRequest
@@ -27,8 +28,13 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     service.check_alive()
     prompts = [await until_disconnect(request, service.preparer.completion(prompt)) for prompt in body.prompt]
+    grammar = await until_disconnect(request, service.preparer.grammar(None, body.structured_outputs))
     form = _Form(body, prompts, service.tokenizer)
-    jobs = [job for index, prompt in enumerate(prompts) for job in _jobs(service, body, prompt, form.identity, index)]
+    jobs = [
+        job
+        for index, prompt in enumerate(prompts)
+        for job in _jobs(service, body, prompt, grammar, f"{form.identity}-{index}")
+    ]
     if body.stream:
         generation = Generation(service.engine, jobs)
         await until_disconnect(request, generation.begin())
@@ -36,7 +42,9 @@ async def completions(request: Request) -> Response:
     return json_response(form.whole(await until_disconnect(request, collect(service.engine, jobs))))
 
 
-def _jobs(service: Service, body: CompletionRequest, prompt: PreparedPrompt, identity: str, index: int) -> list[Job]:
+def _jobs(
+    service: Service, body: CompletionRequest, prompt: PreparedPrompt, grammar: Grammar | None, identity: str
+) -> list[Job]:
     max_tokens = answer_room(
         prompt, service.max_model_len, wanted=body.max_tokens, least=body.min_tokens, param="prompt"
     )
@@ -44,10 +52,11 @@ def _jobs(service: Service, body: CompletionRequest, prompt: PreparedPrompt, ide
         body,
         prompt,
         service.tokenizer,
-        request_id=f"{identity}-{index}",
+        request_id=identity,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
+        grammar=grammar,
     )
 
 

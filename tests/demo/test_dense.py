@@ -1,7 +1,6 @@
 """The dense forward of training computes what the serving path computes."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from model.demo.fonts import Fonts
 from model.demo.rows import KINDS, Answer, Row, Wording, random_row
 from model.demo.train import demo_config
 from model.image import image_layout
-from model.prompt import Message, build_chat_prompt
+from model.prompt import Message, Prompt, build_chat_prompt
 from model.tokenizer import Tokenizer
 from model.vl2 import DeepseekVL2
 
@@ -56,7 +55,8 @@ def _serving_logits(
     model: DeepseekVL2, ids: list[int], spans: list[tuple[int, torch.Tensor, int, int]]
 ) -> torch.Tensor:
     """Logits at every position of one sequence. ``spans``: start, tiles [n, 3, 384, 384], columns, rows of pictures."""
-    rows, embeds = [], []
+    rows: list[int] = []
+    embeds: list[torch.Tensor] = []
     for start, tiles, columns, high in spans:
         embeds.append(model.assemble_image(model.encode_tiles(tiles), columns, high))
         rows += range(start, start + len(embeds[-1]))
@@ -73,7 +73,8 @@ def _serving_logits(
     row_size = model.config.language.kv_row_size
     caches = [torch.zeros(pages, PAGE_SIZE, row_size) for _ in range(model.config.language.num_hidden_layers)]
     with torch.inference_mode():
-        return model(batch, caches)
+        logits: torch.Tensor = model(batch, caches)
+    return logits
 
 
 def _segments(row: Row) -> list[list[Answer]]:
@@ -104,13 +105,13 @@ def test_dense_equals_serving(
         torch.testing.assert_close(got[places], expected, atol=2e-4, rtol=2e-4)
 
 
-def _conversation(row: Row, answers: list[Answer], tokenizer: Tokenizer, config: ModelConfig):  # type: ignore[no-untyped-def]
+def _conversation(row: Row, answers: list[Answer], tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
     """The prompt that a server builds for a plain segment's conversation, up to its last answer."""
-    pictures = tuple(scene.image for scene in row.scenes)
-    messages = []
+    pictures = [scene.image for scene in row.scenes]
+    messages: list[Message] = []
     for index, answer in enumerate(answers):
-        content = (*pictures, answer.turn.question) if index == 0 else (answer.turn.question,)
-        messages += [Message("user", content), Message("assistant", (answer.turn.answer,))]
+        before = pictures if index == 0 else []
+        messages += [Message("user", (*before, answer.turn.question)), Message("assistant", (answer.turn.answer,))]
     return build_chat_prompt(messages[:-1], tokenizer, config)
 
 

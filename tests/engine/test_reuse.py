@@ -284,3 +284,16 @@ def test_a_picture_that_never_fits_fails_its_own_requests_alone() -> None:
     for name in names[1:]:
         assert (events[name][-1].finish_reason, events[name][-1].error) == ("error", "OutOfMemoryError: no room")
     assert engine.stats().failed_requests == 2 and engine.runner._features == {}
+
+
+def test_a_seeded_request_is_the_same_among_63_others() -> None:
+    engine = watch(max_num_seqs=64)
+    names = ("text_short", "system_prompt", "assistant_prefix", "image_rgba")
+    requests = [
+        case_request(VARIANT, names[i % 4], request_id=str(i), temperature=1.0, top_p=0.95, seed=i, max_tokens=6)
+        for i in range(64)
+    ]
+    together = engine.run(*requests)
+    assert len({tuple(tokens) for tokens, _ in together.values()}) > 32
+    for request in requests[::9]:
+        assert engine.run(request)[request.request_id][0] == together[request.request_id][0]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.sample import gumbel_noise, penalize, sample_tokens, truncate
+from kernels.sample import gumbel_noise, mask_tokens, penalize, sample_tokens, truncate
 from server.engine.request import Request, SamplingParams
 from server.engine.sampler import MIN_LOGPROB, Sampled, Sampler
 from tests.goldens_data import GOLDENS
@@ -264,3 +264,17 @@ def test_logits_are_left_as_they_are() -> None:
     before = logits.clone()
     choose(logits, make_request(repetition_penalty=1.4, logit_bias={3: 5.0}, top_p=0.5))
     assert torch.equal(logits, before)
+
+
+def test_the_noise_forbids_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest hash there is rounds to a uniform number of 1, whose noise would be -inf."""
+    monkeypatch.setattr("kernels.sample._mix", lambda x: torch.full_like(x, -1))
+    assert gumbel_noise(torch.tensor([3]), torch.tensor([4]), VOCAB).isfinite().all()
+
+
+def test_a_mask_has_a_bit_for_each_token() -> None:
+    logits = random_logits(2)[:, :40]
+    allowed = torch.tensor([[1 | -(2**31), 1 << 7], [1 << 5, 0]], dtype=torch.int32)
+    masked = mask_tokens(logits, allowed)
+    assert masked.isfinite().nonzero().tolist() == [[0, 0], [0, 31], [0, 39], [1, 5]]
+    assert torch.equal(masked[masked.isfinite()], logits[masked.isfinite()])

@@ -21,7 +21,7 @@ from server.engine.request import (
 )
 from server.generation import _wrap
 from server.settings import DEFAULT_MODEL
-from tests.conftest import MODEL, chat_body
+from tests.conftest import MODEL, chat_body, colour
 from tests.server.scripted import Script, application, event, post
 
 
@@ -232,6 +232,22 @@ def test_priority_and_salt_reach_the_engine_and_cached_tokens_the_client(stream:
         expected = 64 if path.startswith("/v1/chat") else (64 * 3) + (64 * 5)
         assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
     assert set(seen) == {(-3, "mine")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pictures_are_let_go_once_the_engine_has_them(stream: bool) -> None:
+    seen: list[int] = []
+
+    async def watching(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        seen.append(len(request.images))
+        await asyncio.sleep(0)
+        yield event(request, 65)
+        seen.append(len(request.images))
+        yield event(request, 65, reason="length")
+
+    app, _ = application(watching)
+    assert post(app, "/v1/chat/completions", chat_body("x", colour(), n=3, stream=stream)).status_code == 200
+    assert seen[:3] == [1, 1, 1] and seen[3:] == [0, 0, 0]
 
 
 def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

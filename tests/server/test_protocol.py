@@ -60,7 +60,8 @@ BAD_CHAT = [
     ("top_logprobs", 21),
     ("top_logprobs", 3),  # without logprobs
     ("stream_options", {"include_usage": True}),  # without stream
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "xml"}),
+    ("structured_outputs", {"regex": "a", "grammar": "b"}),
     ("tools", [{"type": "function"}]),
     ("tool_choice", "auto"),
     ("parallel_tool_calls", True),
