@@ -152,3 +152,22 @@ class Caption(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail

@@ -5,31 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
+from server import VERSION
 from server.accesslog import log_request
 from server.auth import KeyAuth, KeyRing
 from server.errors import StartupError, install_handlers
 from server.middleware import BodyLimit, HeadLimit, LastNet, Observe, SecurityHeaders
-from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from server.openapi import ERRORS, describe
 from server.ratelimit import ClientLimits
 from server.request_metrics import RequestMetrics
-from server.routes import caption, chat, completions, health, metrics, models, tokenize
+from server.routes import caption, chat, completions, health, metrics, models, responses, tokenize, version
 from server.service import Service
 from server.settings import Settings
 from server.tracing import tracing_to
-
-_BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-}
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -52,14 +44,14 @@ def create_app(settings: Settings) -> FastAPI:
             if app.state.tracing is not None:
                 await asyncio.to_thread(app.state.tracing.close)
 
-    app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", lifespan=lifespan)
+    app = FastAPI(title="VL2", description="DeepSeek-VL2 behind the OpenAI API", version=VERSION, lifespan=lifespan)
     app.state.settings = settings
     app.state.failure = None  # why the start failed, in words for a person
-    for module in (chat, completions, models, caption, tokenize, health, metrics):
-        app.include_router(module.router)
+    for module in (chat, completions, responses, models, caption, tokenize, health, metrics, version):
+        app.include_router(module.router, responses=ERRORS)
     install_handlers(app)
     _guard(app, settings)
-    _describe_bodies(app)
+    describe(app, settings.model_name)
     return app
 
 
@@ -86,34 +78,3 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     if app.state.tracing is not None:
         observers.append(app.state.tracing.observe)
     app.add_middleware(Observe, observers=observers)
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Put the request models, which the routes validate themselves, into the OpenAPI description."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            components = schema.setdefault("components", {}).setdefault("schemas", {})
-            for path, model in _BODIES.items():
-                described = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                components.update(described.pop("$defs", {}))
-                components[model.__name__] = described
-                reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-                content = {"application/json": {"schema": reference}}
-                schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-            form = {
-                "type": "object",
-                "required": ["image"],
-                "properties": {
-                    "image": {"type": "string", "format": "binary"},
-                    "prompt": {"type": "string", "default": caption.DEFAULT_PROMPT},
-                    "max_tokens": {"type": "integer", "minimum": 1},
-                },
-            }
-            body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-            schema["paths"]["/v1/caption"]["post"]["requestBody"] = body
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -107,8 +107,12 @@ def _parameter(location: Sequence[int | str]) -> str:
     return path
 
 
-_UNIONS = {"response_format"}  # beside the items of lists
-_UNION_TAGS = {"system", "developer", "user", "assistant", "text", "image_url", "json_object", "json_schema"}
+_UNIONS = {"response_format", "format"}  # beside the items of lists
+_UNION_TAGS = {
+    *("system", "developer", "user", "assistant"),
+    *("text", "image_url", "input_text", "input_image"),
+    *("json_object", "json_schema"),
+}
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -21,7 +21,7 @@ from server.engine.request import (
 from server.errors import APIError
 from server.grounding import Span
 from server.prepare import PreparedPrompt
-from server.protocol import INT64_MAX, GenerationRequest
+from server.protocol import INT64_MAX, SamplingRequest
 from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken
 from server.telemetry import current
 
@@ -60,7 +60,7 @@ class Answer:
 
 
 def make_jobs(
-    body: GenerationRequest,
+    body: SamplingRequest,
     prompt: PreparedPrompt,
     tokenizer: Tokenizer,
     *,
@@ -68,9 +68,10 @@ def make_jobs(
     max_tokens: int,
     logprobs: int | None,
     vocab_size: int,
+    num_choices: int = 1,
     grammar: Grammar | None = None,
 ) -> list[Job]:
-    """The n choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
+    """The choices of one prompt. Raises APIError (400) on token ids outside the vocabulary.
 
     Choice i of a request with a seed has the seed + i, so that choices differ and each can be had again alone.
     """
@@ -85,7 +86,7 @@ def make_jobs(
                 message = f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
                 raise APIError(400, message, param=name, code="invalid_value")
     jobs = []
-    for choice in range(body.n):
+    for choice in range(num_choices):
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=body.temperature,

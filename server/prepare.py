@@ -24,7 +24,7 @@ from server.engine.request import Grammar, ImageInput
 from server.engine.structured import GrammarCompiler, GrammarError
 from server.errors import APIError
 from server.fetch import MediaFetcher, is_fetched
-from server.grounding import GroundingError, ask_for_boxes
+from server.grounding import Grounding, GroundingError, Span, ask_for_boxes, place_spans
 from server.media import MediaError, decode_image, image_from_url
 from server.protocol import (
     AssistantMessage,
@@ -93,22 +93,35 @@ class Preparer:
         self._compiler.close()
         await self._fetcher.aclose()
 
-    async def chat(self, messages: Sequence[Message], grounding: GroundingRequest | None = None) -> PreparedPrompt:
-        """The prompt of a conversation; with `grounding`, one whose answer has boxes."""
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        grounding: GroundingRequest | None = None,
+        *,
+        field: str = "messages",
+        offset: int = 0,
+    ) -> PreparedPrompt:
+        """The prompt of a conversation; with `grounding`, one whose answer has boxes.
+
+        `field` is the request's name for the messages, and its first is messages[offset]: errors name them so.
+        """
         count = sum(not isinstance(part, TextPart) for message in messages for part in message.content)
         if count > self._settings.max_images:
             raise APIError(
                 400,
                 f"The request has {count} images; this server takes at most {self._settings.max_images} per request.",
-                param="messages",
+                param=field,
                 code="too_many_images",
             )
+        names = [f"{field}[{place - offset}]" for place in range(len(messages))]
         with current().phase("media"):
-            fetched = await self._fetch(_urls(messages))
+            fetched = await self._fetch(_urls(messages, names))
 
         def build() -> PreparedPrompt:
-            conversation = self._translate(messages, fetched)
-            return self._layout(conversation if grounding is None else _ask_for_boxes(conversation, grounding))
+            conversation = self._translate(messages, names, fetched)
+            if grounding is not None:
+                conversation = _ask_for_boxes(conversation, grounding)
+            return self._layout(conversation, field)
 
         return await self._in_pool(build)
 
@@ -121,7 +134,7 @@ class Preparer:
                     image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
             except MediaError as error:
                 raise _invalid_image("image", error) from error
-            return self._layout([PromptMessage("user", (image, text))])
+            return self._layout([PromptMessage("user", (image, text))], "prompt")
 
         return await self._in_pool(build)
 
@@ -129,16 +142,33 @@ class Preparer:
         """The prompt of a plain completion: bos and the text, or token ids as they are."""
         if isinstance(prompt, str):
             return await self._in_pool(lambda: _pack(build_text_prompt(prompt, self._tokenizer)))
-        vocabulary = self._config.language.vocab_size
-        for token in prompt:
-            if token >= vocabulary:
-                message = f"prompt: token id {token} is outside the vocabulary of {vocabulary}"
-                raise APIError(400, message, param="prompt", code="invalid_value")
+        self._check_ids(prompt, "prompt")
         return PreparedPrompt(prompt)
 
-    async def grammar(self, form: ResponseFormat | None, wish: StructuredOutputs | None) -> Grammar | None:
-        """What the answer has to look like, compiled once to see that it can be; None for plain text."""
-        found = _form_of_schema(form) or (None if wish is None else _form_of_wish(wish))
+    async def text(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        self._check_ids(tokens, "tokens")
+        return await self._in_pool(lambda: self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def _check_ids(self, tokens: Sequence[int], param: str) -> None:
+        vocabulary = self._config.language.vocab_size
+        for token in tokens:
+            if token >= vocabulary:
+                message = f"{param}: token id {token} is outside the vocabulary of {vocabulary}"
+                raise APIError(400, message, param=param, code="invalid_value")
+
+    async def grammar(
+        self,
+        form: ResponseFormat | None,
+        wish: StructuredOutputs | None,
+        *,
+        schema_field: str = "response_format.json_schema.schema",
+    ) -> Grammar | None:
+        """What the answer has to look like, compiled once to see that it can be; None for plain text.
+
+        `schema_field` is where the request has the form's schema, for errors.
+        """
+        found = _form_of_schema(form, schema_field) or (None if wish is None else _form_of_wish(wish))
         if found is None:
             return None
         grammar, param = found
@@ -182,18 +212,20 @@ class Preparer:
         return files
 
     @timed("media")
-    def _translate(self, messages: Sequence[Message], fetched: dict[str, bytes]) -> list[PromptMessage]:
+    def _translate(
+        self, messages: Sequence[Message], names: Sequence[str], fetched: dict[str, bytes]
+    ) -> list[PromptMessage]:
         """Messages with their pictures decoded."""
         limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
         pixels = 0
         translated = []
-        for place, message in enumerate(messages):
+        for name, message in zip(names, messages, strict=True):
             parts: list[str | Image.Image] = []
             for index, part in enumerate(message.content):
                 if isinstance(part, TextPart):
                     parts.append(part.text)
                     continue
-                param = _place_of_image(place, index)
+                param = _name_of_image(name, index)
                 image = self._decode(part.image_url.url, fetched.get(param), param)
                 pixels += image.width * image.height
                 if pixels > limit:
@@ -213,25 +245,25 @@ class Preparer:
             raise _invalid_image(param, error) from error
 
     @timed("tokenize")
-    def _layout(self, messages: Sequence[PromptMessage]) -> PreparedPrompt:
+    def _layout(self, messages: Sequence[PromptMessage], field: str) -> PreparedPrompt:
         try:
             prompt = build_chat_prompt(messages, self._tokenizer, self._config)
         except PromptError as error:
-            raise APIError(400, str(error), param="messages", code="invalid_value") from error
+            raise APIError(400, str(error), param=field, code="invalid_value") from error
         pictures = [part for message in messages for part in message.content if not isinstance(part, str)]
         return replace(_pack(prompt), image_sizes=tuple(picture.size for picture in pictures))
 
 
-def _place_of_image(message: int, part: int) -> str:
+def _name_of_image(message: str, part: int) -> str:
     """The name of an image's place in errors."""
-    return f"messages[{message}].content[{part}].image_url"
+    return f"{message}.content[{part}].image_url"
 
 
-def _urls(messages: Sequence[Message]) -> dict[str, str]:
+def _urls(messages: Sequence[Message], names: Sequence[str]) -> dict[str, str]:
     """The URL of every image by the name of its place."""
     return {
-        _place_of_image(place, index): part.image_url.url
-        for place, message in enumerate(messages)
+        _name_of_image(name, index): part.image_url.url
+        for name, message in zip(names, messages, strict=True)
         for index, part in enumerate(message.content)
         if not isinstance(part, TextPart)
     }
@@ -248,18 +280,25 @@ def _ask_for_boxes(messages: Sequence[PromptMessage], wish: GroundingRequest) ->
         raise APIError(400, f"grounding: {error}", param="grounding", code="invalid_value") from error
 
 
+def place_boxes(spans: Sequence[Span], prompt: PreparedPrompt, wish: GroundingRequest | None) -> list[Grounding] | None:
+    """The boxes of a whole answer in the prompt's pictures, or None when it has none and none were asked for."""
+    if not spans and wish is None:
+        return None
+    return place_spans(spans, prompt.image_sizes, image_index=None if wish is None else wish.image_index)
+
+
 def _role(message: Message) -> Literal["system", "user", "assistant"]:
     if isinstance(message, SystemMessage):
         return "system"
     return "assistant" if isinstance(message, AssistantMessage) else "user"
 
 
-def _form_of_schema(form: ResponseFormat | None) -> tuple[Grammar, str] | None:
+def _form_of_schema(form: ResponseFormat | None, field: str) -> tuple[Grammar, str] | None:
     """The grammar of a response_format, and the name of the place it stands in."""
     if isinstance(form, JsonObjectFormat):
-        return Grammar("json_schema", '{"type":"object"}'), "response_format"
+        return Grammar("json_schema", '{"type":"object"}'), field
     if isinstance(form, JsonSchemaFormat):
-        return Grammar("json_schema", _compact(form.json_schema.schema_)), "response_format.json_schema.schema"
+        return Grammar("json_schema", _compact(form.json_schema.schema_)), field
     return None
 
 
@@ -295,10 +334,19 @@ def _pack(prompt: Prompt) -> PreparedPrompt:
     return PreparedPrompt(prompt.token_ids, images, tuple(span.image.num_slots for span in prompt.images))
 
 
-def answer_room(prompt: PreparedPrompt, limit: int, *, wanted: int | None, least: int, param: str) -> int:
+def answer_room(
+    prompt: PreparedPrompt,
+    limit: int,
+    *,
+    wanted: int | None,
+    least: int,
+    param: str,
+    wanted_param: str = "max_tokens",
+) -> int:
     """How many tokens the answer may have: what the client wants, by default all that fits into the context.
 
-    Raises APIError (400) when the prompt leaves no room, or less than the client asked for.
+    `param` and `wanted_param` are the request's names for the prompt and for what is wanted. Raises APIError (400) when
+    the prompt leaves no room, or less than the client asked for.
     """
     room = limit - len(prompt.token_ids)
     if room < 1:
@@ -306,7 +354,7 @@ def answer_room(prompt: PreparedPrompt, limit: int, *, wanted: int | None, least
         raise APIError(400, message, param=param, code="context_length_exceeded")
     needed = least if wanted is None else wanted
     if needed > room:
-        name = "min_tokens" if wanted is None else "max_tokens"
+        name = "min_tokens" if wanted is None else wanted_param
         message = (
             f"{name} is {needed}, but the prompt leaves room for {room}: it has {prompt.describes}, "
             f"and this model's context is {limit} tokens, answer included."

@@ -21,10 +21,11 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
+MAX_TOKENS = 1_000_000  # of which the text may be asked for
 INT64_MAX = 2**63 - 1
 
 
-def _refused(reason: str, *harmless: Any) -> BeforeValidator:
+def refused(reason: str, *harmless: Any) -> BeforeValidator:
     """A field that this server does not serve: null and the `harmless` values pass, anything else is a 400."""
 
     def check(value: Any) -> None:
@@ -58,21 +59,23 @@ def _url_or_object(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-def _known(key: str, *known: str) -> BeforeValidator:
+def known(key: str, *values: str) -> BeforeValidator:
     """Name the known values of the key that tells a union's members apart when it has another."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, RequestModel):  # made by this server
+            return value
         if not isinstance(value, dict):
             raise PydanticCustomError("not_an_object", "must be an object with {key}", {"key": repr(key)})
-        if value.get(key) not in known:
-            context = {"key": key, "value": repr(value.get(key))[:80], "known": ", ".join(known)}
+        if value.get(key) not in values:
+            context = {"key": key, "value": repr(value.get(key))[:80], "known": ", ".join(values)}
             raise PydanticCustomError("unknown_kind", "unsupported {key} {value}; supported: {known}", context)
         return value
 
     return BeforeValidator(check)
 
 
-def _contradiction(param: str, message: str) -> PydanticCustomError:
+def contradiction(param: str, message: str) -> PydanticCustomError:
     """Two fields that cannot go together; `param` is the one to blame."""
     return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
@@ -118,17 +121,17 @@ class ImagePart(RequestModel):
 
 
 TextParts = Annotated[
-    list[Annotated[TextPart, _known("type", "text")]],
+    list[Annotated[TextPart, known("type", "text")]],
     Field(fail_fast=True),
     BeforeValidator(_text_or_parts, json_schema_input_type=str | list[TextPart]),
 ]
-UserPart = Annotated[TextPart | ImagePart, Field(discriminator="type"), _known("type", "text", "image_url")]
+UserPart = Annotated[TextPart | ImagePart, Field(discriminator="type"), known("type", "text", "image_url")]
 UserParts = Annotated[
     list[UserPart],
     Field(fail_fast=True),
     BeforeValidator(_text_or_parts, json_schema_input_type=str | list[TextPart | ImagePart]),
 ]
-_NO_TOOLS = "tool calling is not supported by this server"
+NO_TOOLS = "tool calling is not supported by this server"
 
 
 class SystemMessage(RequestModel):
@@ -149,17 +152,17 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: TextParts = []
     name: str | None = None  # ignored
-    refusal: Annotated[Any, _refused("refusals are not supported in messages")] = None
-    audio: Annotated[Any, _refused("audio is not supported by this server")] = None
-    annotations: Annotated[Any, _refused("annotations are not supported in messages", [])] = None
-    tool_calls: Annotated[Any, _refused(_NO_TOOLS, [])] = None
-    function_call: Annotated[Any, _refused(_NO_TOOLS)] = None
+    refusal: Annotated[Any, refused("refusals are not supported in messages")] = None
+    audio: Annotated[Any, refused("audio is not supported by this server")] = None
+    annotations: Annotated[Any, refused("annotations are not supported in messages", [])] = None
+    tool_calls: Annotated[Any, refused(NO_TOOLS, [])] = None
+    function_call: Annotated[Any, refused(NO_TOOLS)] = None
 
 
 Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage,
     Field(discriminator="role"),
-    _known("role", "system", "developer", "user", "assistant"),
+    known("role", "system", "developer", "user", "assistant"),
 ]
 
 
@@ -168,7 +171,7 @@ Message = Annotated[
 
 class StreamOptions(RequestModel):
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, _refused("obfuscation is not supported by this server", False)] = None
+    include_obfuscation: Annotated[Any, refused("obfuscation is not supported by this server", False)] = None
 
 
 class TextFormat(RequestModel):
@@ -196,7 +199,7 @@ class JsonSchemaFormat(RequestModel):
 ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat,
     Field(discriminator="type"),
-    _known("type", "text", "json_object", "json_schema"),
+    known("type", "text", "json_object", "json_schema"),
 ]
 
 
@@ -211,7 +214,7 @@ class StructuredOutputs(RequestModel):
     @model_validator(mode="after")
     def _one_form(self) -> StructuredOutputs:
         if len(self.model_fields_set) != 1:
-            raise _contradiction("structured_outputs", "structured_outputs takes one of json, regex, choice, grammar")
+            raise contradiction("structured_outputs", "structured_outputs takes one of json, regex, choice, grammar")
         return self
 
 
@@ -226,13 +229,11 @@ class GroundingRequest(RequestModel):
     image_index: int | None = Field(None, ge=0)
 
 
-class GenerationRequest(RequestModel):
-    """What chat and text completion share."""
+class SamplingRequest(RequestModel):
+    """What every request for generated text can say."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         _not_longer(4),
@@ -256,7 +257,6 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    return_token_ids: bool = False
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # reuse nothing but what has the same salt
 
@@ -266,16 +266,39 @@ class GenerationRequest(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Annotated[Any, _refused("completions are never stored", False)] = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    # Refused, but for what changes nothing.
+    prompt_cache_options: Annotated[Any, refused("every prompt is cached; cache_salt parts caches")] = None
+    moderation: Annotated[Any, refused("moderation is not supported by this server")] = None
+    store: Annotated[Any, refused("answers are never stored", False)] = None
+
+
+class GenerationRequest(SamplingRequest):
+    """What chat and text completion share."""
+
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise _contradiction("stream_options", "stream_options is only allowed with stream: true")
+            raise contradiction("stream_options", "stream_options is only allowed with stream: true")
         return self
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+def check_one_form(
+    structured: StructuredOutputs | None, form: object, grounding: GroundingRequest | None, name: str
+) -> None:
+    """An answer has one form at most. `form` is the field `name`, of which plain text is none."""
+    formed = not isinstance(form, TextFormat | None)
+    if formed and structured is not None:
+        raise contradiction("structured_outputs", f"give either structured_outputs or {name}")
+    if grounding is not None and (formed or structured is not None):
+        raise contradiction("grounding", "grounding and structured output cannot go together")
 
 
 class ChatOptions(GenerationRequest):
@@ -288,32 +311,33 @@ class ChatOptions(GenerationRequest):
     response_format: ResponseFormat | None = None
     grounding: GroundingRequest | None = None
 
-    tools: Annotated[Any, _refused(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, _refused(_NO_TOOLS, "none")] = None
-    parallel_tool_calls: Annotated[Any, _refused(_NO_TOOLS)] = None
-    functions: Annotated[Any, _refused(_NO_TOOLS, [])] = None
-    function_call: Annotated[Any, _refused(_NO_TOOLS, "none")] = None
-    modalities: Annotated[Any, _refused("only text answers are supported", ["text"])] = None
-    audio: Annotated[Any, _refused("audio is not supported by this server")] = None
-    prediction: Annotated[Any, _refused("predicted outputs are not supported by this server")] = None
-    reasoning_effort: Annotated[Any, _refused("this is not a reasoning model")] = None
-    verbosity: Annotated[Any, _refused("verbosity is not supported by this model")] = None
-    web_search_options: Annotated[Any, _refused("web search is not supported by this server")] = None
+    tools: Annotated[Any, refused(NO_TOOLS, [])] = None
+    tool_choice: Annotated[Any, refused(NO_TOOLS, "none")] = None
+    parallel_tool_calls: Annotated[Any, refused(NO_TOOLS)] = None
+    functions: Annotated[Any, refused(NO_TOOLS, [])] = None
+    function_call: Annotated[Any, refused(NO_TOOLS, "none")] = None
+    modalities: Annotated[Any, refused("only text answers are supported", ["text"])] = None
+    audio: Annotated[Any, refused("audio is not supported by this server")] = None
+    prediction: Annotated[Any, refused("predicted outputs are not supported by this server")] = None
+    reasoning_effort: Annotated[Any, refused("this is not a reasoning model")] = None
+    verbosity: Annotated[Any, refused("verbosity is not supported by this model")] = None
+    web_search_options: Annotated[Any, refused("web search is not supported by this server")] = None
 
     @property
     def answer_limit(self) -> int | None:
         """The most tokens that the client wants, or None."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def answer_limit_name(self) -> str:
+        """The field that has it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> ChatOptions:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _contradiction("top_logprobs", "top_logprobs is only allowed with logprobs: true")
-        formed = not isinstance(self.response_format, TextFormat | None)
-        if formed and self.structured_outputs is not None:
-            raise _contradiction("structured_outputs", "give either structured_outputs or a response_format")
-        if self.grounding is not None and (formed or self.structured_outputs is not None):
-            raise _contradiction("grounding", "grounding and structured output cannot go together")
+            raise contradiction("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        check_one_form(self.structured_outputs, self.response_format, self.grounding, "response_format")
         _check_min_tokens(self.min_tokens, self.answer_limit)
         return self
 
@@ -334,8 +358,16 @@ class TokenizeRequest(ChatOptions):
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
         if (self.messages is None) == (self.prompt is None):
-            raise _contradiction("messages", "give either messages or prompt")
+            raise contradiction("messages", "give either messages or prompt")
         return self
+
+
+class DetokenizeRequest(RequestModel):
+    """POST /detokenize: token ids whose text is wanted, control tokens included unless they are to be skipped."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_TOKENS)]
+    skip_special_tokens: bool = False
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -366,17 +398,17 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
-    suffix: Annotated[Any, _refused("inserting text before a suffix is not supported by this model")] = None
-    best_of: Annotated[Any, _refused("only best_of 1 is supported", 1)] = None
+    suffix: Annotated[Any, refused("inserting text before a suffix is not supported by this model")] = None
+    best_of: Annotated[Any, refused("only best_of 1 is supported", 1)] = None
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
-            raise _contradiction("echo", "echo with logprobs is not supported: prompts have no logprobs")
+            raise contradiction("echo", "echo with logprobs is not supported: prompts have no logprobs")
         _check_min_tokens(self.min_tokens, self.max_tokens)
         return self
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _contradiction("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+        raise contradiction("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")

@@ -84,14 +84,18 @@ class Service:
             raise APIError(404, message, param="model", code="model_not_found")
 
     def check_alive(self) -> None:
+        """Raises APIError (503) while the engine is dead or hung."""
+        if not self.engine.healthy:
+            raise engine_dead()
+
+    def check_ready(self) -> None:
         """Raises APIError (503) when nothing new can be served: waiting for it would help nobody.
 
-        That is while the engine is dead or hung, and once the server has been told to stop.
+        That is while the engine is not alive, and once the server has been told to stop.
         """
         if self.draining:
             raise APIError(503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "10"})
-        if not self.engine.healthy:
-            raise engine_dead()
+        self.check_alive()
 
 
 def _checkpoint_folder(source: str) -> Path:

@@ -230,8 +230,17 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def frame(payload: str, event: str | None = None) -> str:
+    """One server-sent event; `payload` is one line."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {payload}\n\n"
+
+
+DONE = frame("[DONE]")
+
+
 class EventStream(Response):
-    """Server-sent events, one write each, then `[DONE]`. A failure becomes an error event that ends the stream.
+    """Server-sent events (see `frame`), one write each, then `end`. A failure becomes an error event in its place.
 
     `close` is called when the stream is over, however it ends: a client that leaves is noticed at once, one that stops
     reading when a write has waited for WRITE_TIMEOUT_S.
@@ -239,11 +248,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, payloads: AsyncGenerator[str, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], close: Callable[[], Awaitable[None]], *, end: str = DONE
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._payloads = payloads
+        self._events = events
         self._close = close
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -263,24 +275,23 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for payload in self._events():
-            body = f"data: {payload}\n\n".encode()
+        async for event in self._all_events():
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[str, None]:
+    async def _all_events(self) -> AsyncGenerator[str, None]:
         try:
-            async for payload in self._payloads:
-                yield payload
-            yield "[DONE]"
+            async for event in self._events:
+                yield event
+            yield self._end
         except APIError as error:
             current().broken = True
-            yield json.dumps(error.body())
+            yield frame(json.dumps(error.body()))
         except Exception as error:
             current().broken = True
             logger.error("a stream failed\n%s", stack_of(error))
-            yield json.dumps(internal_error().body())
+            yield frame(json.dumps(internal_error().body()))
 
 
 def json_response(model: BaseModel) -> Response:

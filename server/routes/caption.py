@@ -13,8 +13,7 @@ from server.answers import Caption
 from server.engine.request import EngineRequest, SamplingParams
 from server.errors import APIError, ClientGone
 from server.generation import Job, collect
-from server.grounding import place_spans
-from server.prepare import answer_room
+from server.prepare import answer_room, place_boxes
 from server.service import service_of
 from server.streaming import AnswerDecoder, until_disconnect
 
@@ -29,7 +28,7 @@ _EXAMPLE = "Send it as in: curl -F image=@picture.jpg URL"
 async def caption(request: Request) -> Caption:
     """Fields: `image` (a file), and if wanted `prompt` and `max_tokens`. The answer is greedy."""
     service = service_of(request)
-    service.check_alive()
+    service.check_ready()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         message = f"The body must be a multipart/form-data form with the file field 'image'. {_EXAMPLE}"
@@ -53,7 +52,7 @@ async def caption(request: Request) -> Caption:
     )
     decoder = AnswerDecoder(service.tokenizer, grounding=True)
     [answer] = await until_disconnect(request, collect(service.engine, [Job(engine_request, decoder)]))
-    return Caption(caption=answer.text, grounding=place_spans(answer.spans, prompt.image_sizes) or None)
+    return Caption(caption=answer.text, grounding=place_boxes(answer.spans, prompt, None))
 
 
 async def _read(form: FormData) -> tuple[bytes, str, int | None]:

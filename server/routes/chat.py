@@ -19,30 +19,33 @@ from server.answers import (
     ChoiceLogprobs,
     ChunkChoice,
     ChunkDelta,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from server.generation import Answer, Generation, Tally, collect, make_jobs, usage_of
-from server.grounding import Grounding, Span, place_spans
-from server.prepare import PreparedPrompt, answer_room
+from server.logprobs import token_logprobs
+from server.prepare import PreparedPrompt, answer_room, place_boxes
 from server.protocol import ChatRequest
 from server.service import read_json, service_of
-from server.streaming import EventStream, ScoredToken, json_response, until_disconnect
+from server.streaming import EventStream, ScoredToken, frame, json_response, until_disconnect
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
 async def chat_completions(request: Request) -> Response:
     body = await read_json(request, ChatRequest)
     service = service_of(request)
     service.check_model(body.model)
-    service.check_alive()
+    service.check_ready()
     prompt = await until_disconnect(request, service.preparer.chat(body.messages, body.grounding))
     body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(
-        prompt, service.max_model_len, wanted=body.answer_limit, least=body.min_tokens, param="messages"
+        prompt,
+        service.max_model_len,
+        wanted=body.answer_limit,
+        least=body.min_tokens,
+        param="messages",
+        wanted_param=body.answer_limit_name,
     )
     grammar = await until_disconnect(request, service.preparer.grammar(body.response_format, body.structured_outputs))
     identity = f"chatcmpl-{uuid.uuid4().hex}"
@@ -54,6 +57,7 @@ async def chat_completions(request: Request) -> Response:
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         vocab_size=service.vocab_size,
+        num_choices=body.n,
         grammar=grammar,
     )
     form = _Form(body, prompt, identity, service.tokenizer)
@@ -88,7 +92,9 @@ class _Form:
         """One whole answer."""
         return ChatChoice(
             index=index,
-            message=AnswerMessage(content=answer.text, grounding=self._grounding(answer.spans)),
+            message=AnswerMessage(
+                content=answer.text, grounding=place_boxes(answer.spans, self._prompt, self._body.grounding)
+            ),
             logprobs=self.logprobs(answer.scored),
             finish_reason=answer.finish_reason,
             token_ids=answer.token_ids if self._body.return_token_ids else None,
@@ -110,7 +116,7 @@ class _Form:
                 grown.logprobs = self.logprobs(delta.scored)
                 yield self._chunk([grown])
             if delta.finish_reason is not None:
-                end = ChunkDelta(grounding=self._grounding(delta.spans))
+                end = ChunkDelta(grounding=place_boxes(delta.spans, self._prompt, body.grounding))
                 yield self._chunk([ChunkChoice(index=index, delta=end, finish_reason=delta.finish_reason)])
         if self._with_usage:
             yield self._chunk([], usage=tally.usage())
@@ -128,26 +134,10 @@ class _Form:
         )
         if isinstance(chunk, ChatChunkWithUsage):
             chunk.usage = usage
-        return chunk.model_dump_json()
-
-    def _grounding(self, spans: Sequence[Span]) -> list[Grounding] | None:
-        """The boxes of a whole answer, or None when it has none and none were asked for."""
-        wish = self._body.grounding
-        if not spans and wish is None:
-            return None
-        return place_spans(spans, self._prompt.image_sizes, image_index=None if wish is None else wish.image_index)
+        return frame(chunk.model_dump_json())
 
     def logprobs(self, scored: Sequence[ScoredToken]) -> ChoiceLogprobs | None:
         """Log probabilities of the tokens that made the text, or None when they were not asked for."""
         if not self._body.logprobs:
             return None
-        content = []
-        for item in scored:
-            best = [self._logprob(token, value) for token, value in item.logprobs.top]
-            own = self._logprob(item.token_id, item.logprobs.logprob)
-            content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best))
-        return ChoiceLogprobs(content=content)
-
-    def _logprob(self, token: int, logprob: float) -> TopLogprob:
-        raw = self._tokenizer.token_bytes(token)
-        return TopLogprob(token=raw.decode(errors="replace"), logprob=logprob, bytes=list(raw))
+        return ChoiceLogprobs(content=token_logprobs(scored, self._tokenizer))

@@ -16,17 +16,17 @@ from server.generation import Answer, Generation, Job, Tally, collect, make_jobs
 from server.prepare import PreparedPrompt, answer_room
 from server.protocol import CompletionRequest
 from server.service import Service, read_json, service_of
-from server.streaming import EventStream, ScoredToken, json_response, until_disconnect
+from server.streaming import EventStream, ScoredToken, frame, json_response, until_disconnect
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", response_model=Completion)
 async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
     service = service_of(request)
     service.check_model(body.model)
-    service.check_alive()
+    service.check_ready()
     prompts = [await until_disconnect(request, service.preparer.completion(prompt)) for prompt in body.prompt]
     grammar = await until_disconnect(request, service.preparer.grammar(None, body.structured_outputs))
     form = _Form(body, prompts, service.tokenizer)
@@ -56,6 +56,7 @@ def _jobs(
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
+        num_choices=body.n,
         grammar=grammar,
     )
 
@@ -118,7 +119,7 @@ class _Form:
         chunk = form(id=self.identity, created=self._created, model=self._body.model, choices=choices)
         if isinstance(chunk, Completion):
             chunk.usage = usage
-        return chunk.model_dump_json()
+        return frame(chunk.model_dump_json())
 
     def _echo(self, index: int) -> str:
         """The prompt's text, when it is wanted before the answer's."""

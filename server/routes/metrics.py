@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's numbers for Prometheus. Wants the API key, if there is one, as every route but /health."""
+"""GET /metrics: the engine's numbers for Prometheus. Wants the API key, if there is one."""
 
 from __future__ import annotations
 

@@ -62,10 +62,18 @@ def application(script: Script, **options: Any) -> tuple[FastAPI, ScriptedEngine
 
 
 def post(app: FastAPI, path: str, body: dict[str, Any]) -> httpx.Response:
+    return _send(app, "POST", path, json=body)
+
+
+def get(app: FastAPI, path: str) -> httpx.Response:
+    return _send(app, "GET", path)
+
+
+def _send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
+            return await client.request(method, path, **options)
 
     return asyncio.run(run())
 

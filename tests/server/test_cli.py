@@ -185,7 +185,8 @@ def test_a_server_told_to_stop_ends_what_runs_and_takes_nothing_new(tmp_path: Pa
             lines = response.iter_lines()
             next(lines)
             served.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: client.get("/health").status_code == 503)
+            wait_until(lambda: client.get("/ready").status_code == 503)
+            assert client.get("/health").status_code == 200  # no reason to kill it
             refused = client.post("/v1/chat/completions", json=chat_body("x"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
             assert served.process.poll() is None

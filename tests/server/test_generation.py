@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -22,7 +21,7 @@ from server.engine.request import (
 from server.generation import _wrap
 from server.settings import DEFAULT_MODEL
 from tests.conftest import MODEL, chat_body, colour
-from tests.server.scripted import Script, application, event, post
+from tests.server.scripted import Script, application, event, get, post
 
 
 async def endless(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -120,13 +119,10 @@ def test_a_dead_engine_is_told_at_once() -> None:
     ):
         assert post(app, path, body).status_code == 503
 
-    async def get() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            return await client.get("/health")
-
-    response = asyncio.run(get())
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "engine_dead"
+    for path in ("/health", "/ready"):
+        response = get(app, path)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_dead"
 
 
 def test_one_failed_choice_ends_its_siblings() -> None:

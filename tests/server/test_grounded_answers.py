@@ -69,6 +69,15 @@ def test_the_log_probabilities_are_those_of_the_markup_too() -> None:
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == MARKED
 
 
+def test_log_probabilities_have_the_true_bytes_of_characters_in_pieces() -> None:
+    text = "a 🙂 é 漢"
+    choice = ask(text, colour(), logprobs=True, top_logprobs=0)
+    assert choice["message"]["content"] == text
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
+    assert any("\ufffd" in entry["token"] for entry in entries)  # a piece has no text of its own, but it has bytes
+
+
 @pytest.mark.parametrize(
     ("wish", "text", "prompt"),
     [

@@ -6,10 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponsesParams
 from pydantic import ValidationError
 
 from server.errors import APIError, validation_error
 from server.protocol import ChatRequest, CompletionRequest, RequestModel, TokenizeRequest
+from server.responses import ResponsesRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -221,3 +225,21 @@ def test_tokenize_takes_messages_or_a_prompt() -> None:
     assert TokenizeRequest.model_validate_json(json.dumps({"messages": HI, "max_tokens": 3})).messages is not None
     assert refusal(TokenizeRequest, {}).param == "messages"
     assert refusal(TokenizeRequest, {"messages": HI, "prompt": "x"}).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("params", "model", "least"),
+    [
+        (ChatParams, ChatRequest, {"model": "m", "messages": HI}),
+        (CompletionParams, CompletionRequest, {"model": "m", "prompt": "x"}),
+        (ResponsesParams, ResponsesRequest, {"model": "m", "input": "x"}),
+    ],
+    ids=["chat", "completions", "responses"],
+)
+def test_no_parameter_of_the_openai_client_is_ignored_in_silence(
+    params: type, model: type[RequestModel], least: dict[str, Any]
+) -> None:
+    """Nonsense in any of them is a 400 that names it, but where any object will do."""
+    for field in set(params.__annotations__) - {"metadata"}:
+        error = refusal(model, {**least, field: {"no": "sense"}})
+        assert error.param is not None and error.param.split(".")[0].split("[")[0] == field

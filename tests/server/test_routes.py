@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ import pytest
 from PIL import Image
 
 from model.tokenizer import ASSISTANT, BOS, EOS, IMAGE, USER, Tokenizer
+from server import VERSION
 from server.settings import DEFAULT_MODEL
 from tests.conftest import API_KEY, MODEL, colour, data_url
 
@@ -54,17 +58,58 @@ def test_models(api: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_health_needs_no_key(server_url: str) -> None:
-    response = httpx.get(f"{server_url}/health")
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_need_no_key(server_url: str, path: str) -> None:
+    response = httpx.get(f"{server_url}{path}")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
-def test_api_description_has_the_request_bodies(client: httpx.Client) -> None:
+def test_version_is_that_of_the_project(client: httpx.Client) -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert client.get("/version").json() == {"version": project["version"]} == {"version": VERSION}
+
+
+BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+
+
+def test_api_description_is_complete(client: httpx.Client) -> None:
     schema = client.get("/openapi.json").json()
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/caption"):
+    assert schema["info"]["version"] == VERSION
+    assert set(schema["paths"]) >= {*BODIES, "/v1/caption", "/v1/models", "/health", "/ready", "/version"}
+    for path in (*BODIES, "/v1/caption"):
         assert schema["paths"][path]["post"]["requestBody"]["required"]
+        assert "content" in schema["paths"][path]["post"]["responses"]["200"]
     used = {part.split('"')[0] for part in json.dumps(schema).split("#/components/schemas/")[1:]}
     assert used <= set(schema["components"]["schemas"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_examples_of_the_api_description_work(client: httpx.Client, path: str) -> None:
+    schema = client.get("/openapi.json").json()
+    shown = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["examples"]
+    assert shown
+    for name, example in shown.items():
+        short = {} if "tokenize" in path else {"seed": 1, "stop": ["e", "a", "o", "."]}
+        response = client.post(path, json={**example["value"], **short})
+        assert response.status_code == 200, (name, response.text)
+
+
+def test_detokenize_undoes_tokenize(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    text = "Say 🙂 <|ref|>it<|/ref|>"
+    tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert client.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": BOS + text}
+    body = {"tokens": tokens, "skip_special_tokens": True}
+    assert client.post("/detokenize", json=body).json() == {"prompt": "Say 🙂 it"}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    half = tokenizer.encode("🙂")[:-1]
+    assert "\ufffd" in client.post("/detokenize", json={"tokens": half}).json()["prompt"]
+
+
+@pytest.mark.parametrize("tokens", [[10**9], [-1], ["a"], "a", None, [True]], ids=str)
+def test_what_cannot_be_detokenized(client: httpx.Client, tokens: Any) -> None:
+    response = client.post("/detokenize", json={"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("tokens")
 
 
 def test_tokenize_is_what_runs(client: httpx.Client) -> None:
@@ -111,16 +156,29 @@ def test_typed_control_text_is_plain_text(client: httpx.Client, tokenizer: Token
 
 
 def test_a_large_picture_costs_slots_not_text(client: httpx.Client) -> None:
-    """A picture of some megabytes goes through the default body limit and never reaches the tokenizer."""
-    noise = Image.effect_noise((1600, 1600), 90).convert("RGB")
-    url = data_url(noise)
-    assert len(url) > 3_000_000
+    """A picture of 10 MB goes through the default body limit and never reaches the tokenizer."""
+    url = data_url(Image.frombytes("RGB", (1900, 1900), os.urandom(3 * 1900**2)))
+    assert len(url) > 14_000_000
     assert len(tokens_of(client, [image_part(url), text_part("x")])) < 2200
 
 
 @pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]], ids=str)
 def test_empty_content_is_empty_text(client: httpx.Client, content: Any) -> None:
     assert tokens_of(client, content) == tokens_of(client, "")
+
+
+@pytest.mark.parametrize("content", ["", [], None], ids=str)
+def test_an_empty_answer_or_system_text_is_an_empty_text(client: httpx.Client, content: Any) -> None:
+    def count(*turns: dict[str, Any]) -> int:
+        response = client.post("/tokenize", json={"messages": [*turns, {"role": "user", "content": "x"}]})
+        assert response.status_code == 200, response.text
+        return int(response.json()["count"])
+
+    question = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": content}
+    assert count(question, answer) == count(question, {"role": "assistant", "content": ""})
+    if content is not None:
+        assert count({"role": "system", "content": content}) == count()
 
 
 def test_completions(api: openai.OpenAI, tokenizer: Tokenizer) -> None:

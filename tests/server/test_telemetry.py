@@ -19,7 +19,7 @@ from server.logs import JsonFormatter, stack_of
 from server.request_metrics import RequestMetrics
 from server.telemetry import Record, Run, current, recording, timed
 from tests.conftest import MODEL, chat_body, colour, wait_until
-from tests.server.test_generation import application, event, post
+from tests.server.scripted import application, event, post
 from tests.server.test_metrics import parse, scrape
 
 
