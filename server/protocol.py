@@ -152,6 +152,7 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: TextParts = []
     name: str | None = None  # ignored
+    grounding: list[Any] = []  # as the API returned it; ignored
     refusal: Annotated[Any, refused("refusals are not supported in messages")] = None
     audio: Annotated[Any, refused("audio is not supported by this server")] = None
     annotations: Annotated[Any, refused("annotations are not supported in messages", [])] = None

@@ -176,7 +176,7 @@ class ResponsesRequest(SamplingRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs"]] = Field([])
+    include: list[Literal["message.output_text.logprobs"]] = Field([], fail_fast=True)
     text: TextConfig = TextConfig()
     grounding: GroundingRequest | None = None
     stream_options: StreamOptions | None = None

@@ -170,7 +170,7 @@ def test_nan_and_infinity(client: httpx.Client) -> None:
         refused(client.post(CHAT, content=body, headers={"Content-Type": "application/json"}))
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"{", b"", b"[" * 10_000, b"\xff\xfe", b'{"a": {"b"', b"[1]", b"null"])
 def test_bodies_that_are_no_json_object(client: httpx.Client, path: str, body: bytes) -> None:
     refused(client.post(path, content=body, headers={"Content-Type": "application/json; charset=utf-8"}))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
+from PIL import Image, ImageDraw
 
 from model.tokenizer import Tokenizer
 from server.settings import DEFAULT_MODEL
-from tests.conftest import MODEL, chat_body, colour
+from tests.conftest import MODEL, chat_body, colour, data_url
 from tests.server.scripted import application, payloads, post, says
 
 CHAT = "/v1/chat/completions"
@@ -121,6 +123,22 @@ def test_wishes_for_boxes_that_cannot_be_met(wish: dict[str, Any], images: int, 
 def test_wishes_for_boxes_in_the_wrong_form(wish: dict[str, Any], param: str) -> None:
     app, _ = application(says("x"))
     assert post(app, CHAT, chat_body("x", colour(), grounding=wish)).json()["error"]["param"] == param
+
+
+def test_the_demo_model_locates_things(client: httpx.Client) -> None:
+    """The whole way: the question made, the answer read, the box in pixels of a picture that is no square."""
+    picture = Image.new("RGB", (500, 400), "white")
+    draw = ImageDraw.Draw(picture)
+    places = {"the red circle": (50, 100, 170, 220), "the blue square": (300, 50, 420, 170)}
+    draw.ellipse(places["the red circle"], fill="red")
+    draw.rectangle(places["the blue square"], fill="blue")
+    for what, place in places.items():
+        body = chat_body("", data_url(picture), grounding={"locate": what}, max_tokens=60)
+        response = client.post(CHAT, json=body)
+        [found] = response.json()["choices"][0]["message"]["grounding"]
+        assert found["label"] == what
+        [box] = found["boxes_pixels"]
+        assert all(abs(side - true) <= 20 for side, true in zip(box, place, strict=True)), (what, box)
 
 
 def test_text_completions_have_no_pictures_and_so_no_boxes() -> None:

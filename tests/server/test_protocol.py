@@ -149,6 +149,22 @@ def test_many_faults_are_one_error(fields: dict[str, Any]) -> None:
     assert caught.value.error_count() == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [1] * 100_000},
+        {"input": [{"role": "user", "content": [1] * 100_000}]},
+        {"include": [1] * 100_000},
+        {f"f{number}": 1 for number in range(100_000)},
+    ],
+    ids=["input", "content", "include", "unknown"],
+)
+def test_many_faults_of_a_response_are_one_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ResponsesRequest.model_validate_json(json.dumps({"model": "m", "input": "x", **fields}))
+    assert caught.value.error_count() == 1
+
+
 def test_null_means_not_given() -> None:
     fields = [name for name in ChatRequest.model_fields if name not in ("model", "messages")]
     assert chat(**dict.fromkeys(fields)) == chat()
@@ -195,6 +211,7 @@ def test_an_answer_of_the_api_can_be_sent_back() -> None:
         "audio": None,
         "function_call": None,
         "tool_calls": None,
+        "grounding": [{"label": "x", "boxes": [[0, 0, 1, 1]], "boxes_pixels": [[0, 0, 1, 1]], "image_index": 0}],
     }
     assert chat(messages=[*HI, answer, *HI]).messages[1].role == "assistant"
     assert chat(messages=[*HI, {"role": "assistant", "content": None}, *HI]).messages[1].content == []
