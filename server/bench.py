@@ -33,8 +33,9 @@ from model.prompt import MAX_TILED_IMAGES
 from server.doctor import cpu_name
 from server.engine.core import Engine
 from server.engine.request import EngineRequest, ImageInput, SamplingParams
+from server.logs import configure_logging
 from server.service import engine_config
-from server.settings import ConfigurationError, Settings, configure_logging, quiet
+from server.settings import ConfigurationError, Settings, quiet
 
 WARMUP_TOKENS = 4
 
@@ -79,7 +80,7 @@ def run_cases(
 ) -> None:
     """Measure the cases and print them. Raises ConfigurationError when the model or a case can't be run."""
     settings = quiet(settings)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     try:
         config = load_config(resolve_model(settings.model_source, weights=False))
         engine = Engine(engine_config(settings))

@@ -36,7 +36,7 @@ class APIError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
-        self.param = param if param is None else param[:MAX_PARAM_CHARS]
+        self.param = None if param is None else param[:MAX_PARAM_CHARS]  # it may be a key that the client made up
         self.code = code
         self.headers = headers
 

@@ -24,6 +24,7 @@ from server.grounding import Span
 from server.prepare import PreparedPrompt
 from server.protocol import INT64_MAX, SamplingRequest
 from server.streaming import AnswerDecoder, Delta, FinishReason, ScoredToken
+from server.telemetry import current
 
 # Deltas that wait for a slow reader before the choices' tasks wait with them.
 QUEUED_DELTAS = 64
@@ -75,6 +76,10 @@ def make_jobs(
 
     Choice i of a request with a seed has the seed + i, so that choices differ and each can be had again alone.
     """
+    record = current()
+    record.prompt_tokens += len(prompt.token_ids)
+    record.images += len(prompt.images)
+    record.tiles += sum(1 + image.columns * image.rows for image in prompt.images)
     bias = {int(token): value for token, value in body.logit_bias.items()}
     for name, ids in (("logit_bias", list(bias)), ("stop_token_ids", body.stop_token_ids)):
         for token in ids:
@@ -178,9 +183,11 @@ class Generation:
 
 async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
     """The deltas of one choice. Leaving it, for a stop string as for a lost client, aborts it in the engine."""
+    run = current().start_run()
     try:
         async with aclosing(engine.generate(job.request)) as events:
             async for event in events:
+                run.got(len(event.token_ids), event.queue_s)
                 # The engine has the pictures by now; choices share them, and all are sent before the first event comes.
                 job.request.images.clear()
                 if event.unservable:

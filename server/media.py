@@ -17,6 +17,7 @@ import base64
 import binascii
 import re
 import struct
+import warnings
 from collections.abc import Callable
 from io import BytesIO
 from urllib.parse import unquote_to_bytes
@@ -29,6 +30,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
+
+# On odd files Pillow warns, and Python keeps each distinct text for ever: hostile files would fill memory and the log.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 SUPPORTED_FORMATS = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 DEFAULT_MAX_PIXELS = 64_000_000

@@ -20,6 +20,8 @@ from server.engine.request import EngineDeadError, EngineStats
 PATIENCE_S = 5.0
 
 _COUNTERS = [
+    ("vl2_engine_steps", "Steps of the engine", "steps"),
+    ("vl2_engine_step_sequences", "Sequences in these steps: by the steps, the mean batch size", "step_sequences"),
     ("vl2_prompt_tokens", "Prompt tokens computed, recomputation after preemption included", "prompt_tokens"),
     ("vl2_generated_tokens", "Tokens generated", "generated_tokens"),
     ("vl2_tiles_encoded", "Image tiles encoded", "tiles_encoded"),
@@ -32,11 +34,11 @@ _COUNTERS = [
 ]
 
 
-async def exposition(engine: EngineClient) -> bytes:
-    """The metrics in Prometheus's text format."""
+async def exposition(engine: EngineClient, requests: CollectorRegistry) -> bytes:
+    """The engine's metrics, and those of the requests, in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(await _stats(engine), healthy=engine.healthy, restarts=engine.num_restarts))
-    return generate_latest(registry)
+    return generate_latest(registry) + generate_latest(requests)
 
 
 async def _stats(engine: EngineClient) -> EngineStats | None:

@@ -6,6 +6,7 @@ Decoding and tokenising take milliseconds to seconds, so they run in a small thr
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from server.protocol import (
     TextPart,
 )
 from server.settings import Settings
+from server.telemetry import current, timed
 
 T = TypeVar("T")
 
@@ -112,7 +114,8 @@ class Preparer:
                 code="too_many_images",
             )
         names = [f"{field}[{place - offset}]" for place in range(len(messages))]
-        fetched = await self._fetch(_urls(messages, names))
+        with current().phase("media"):
+            fetched = await self._fetch(_urls(messages, names))
 
         def build() -> PreparedPrompt:
             conversation = self._translate(messages, names, fetched)
@@ -127,7 +130,8 @@ class Preparer:
 
         def build() -> PreparedPrompt:
             try:
-                image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
+                with current().phase("media"):
+                    image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
             except MediaError as error:
                 raise _invalid_image("image", error) from error
             return self._layout([PromptMessage("user", (image, text))], "prompt")
@@ -176,7 +180,7 @@ class Preparer:
         return grammar
 
     async def _in_pool(self, build: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, build)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, contextvars.copy_context().run, build)
 
     async def _fetch(self, urls: dict[str, str]) -> dict[str, bytes]:
         """The image files behind URLs that do not hold the image themselves, by the name of their place.
@@ -207,6 +211,7 @@ class Preparer:
             raise errors.exceptions[0] from None
         return files
 
+    @timed("media")
     def _translate(
         self, messages: Sequence[Message], names: Sequence[str], fetched: dict[str, bytes]
     ) -> list[PromptMessage]:
@@ -239,6 +244,7 @@ class Preparer:
         except MediaError as error:
             raise _invalid_image(param, error) from error
 
+    @timed("tokenize")
     def _layout(self, messages: Sequence[PromptMessage], field: str) -> PreparedPrompt:
         try:
             prompt = build_chat_prompt(messages, self._tokenizer, self._config)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import shlex
+import signal
 import socket
 import threading
 import time
@@ -15,8 +17,13 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from server.app import create_app
+from server.auth import KeyRing
 from server.errors import StartupError
-from server.settings import ConfigurationError, Settings, configure_logging
+from server.logs import configure_logging
+from server.settings import ConfigurationError, Settings
+from server.wire import protocol_for
+
+logger = logging.getLogger(__name__)
 
 # How long connections may take to close once their answers have ended.
 HANG_UP_S = 5
@@ -28,9 +35,10 @@ def serve(settings: Settings) -> None:
     Raises ConfigurationError when the address can't be had, StartupError when the application does not start, and
     EngineError when the engine is given up.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
     app = create_app(settings)
+    _prepare_keys(settings, app.state.keys)
     server = _Server(app, settings.shutdown_timeout, banner=banner(settings, listener))
     try:
         server.run(sockets=[listener])
@@ -38,6 +46,14 @@ def serve(settings: Settings) -> None:
         raise StartupError(app.state.failure or "the server did not start; see its log") from error
     if app.state.service.engine.failure is not None:
         raise app.state.service.engine.failure
+
+
+def _prepare_keys(settings: Settings, keys: KeyRing) -> None:
+    """Read the keys again when the signal for it comes, and say so if there are none and anyone can call."""
+    if settings.api_key_file is not None:
+        signal.signal(signal.SIGHUP, lambda *_: keys.reload())
+    if keys.is_empty and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("no API key is set: everyone who reaches %s can use this server", settings.host)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -69,7 +85,7 @@ def url_of(listener: socket.socket) -> str:
 def banner(settings: Settings, listener: socket.socket) -> str:
     """What is printed once requests are answered: the URL, and a command to paste."""
     url = url_of(listener)
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     return f"{settings.model_name} is ready at {url}\n    curl -F image=@{_example()}{key} {url}/v1/caption"
 
 
@@ -98,6 +114,8 @@ class _Server(uvicorn.Server):
             lifespan="on",
             log_config=None,
             access_log=False,
+            http=protocol_for(app.state.settings),
+            ws="none",
             server_header=False,
             timeout_graceful_shutdown=HANG_UP_S,
         )

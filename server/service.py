@@ -133,6 +133,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         max_queued_requests=settings.max_queued_requests,
         seed=settings.seed,
         log_level=settings.log_level.upper(),
+        log_format=settings.log_format,
     )
 
 

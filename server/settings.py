@@ -7,12 +7,12 @@ The command line (`server/cli.py`) makes one flag of each field, so a field adde
 from __future__ import annotations
 
 import difflib
-import logging
-import sys
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from limits import parse_many
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -27,7 +27,7 @@ from server.fetch import FetchPolicy
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "model" / "demo" / "checkpoint"
 DEFAULT_MODEL_NAME = "vl2-demo"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 
 
 class ConfigurationError(ValueError):
@@ -101,6 +101,27 @@ class Settings(BaseSettings):
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         default=(), description="Key that clients must send as a bearer token; may be given several times. None: open."
     )
+    api_key_file: Path | None = Field(
+        default=None, description="File with further keys, one a line; read again on SIGHUP."
+    )
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="Origin whose web pages may call this server; may be given several times. *: any."
+    )
+    rate_limit: str | None = Field(
+        default=None,
+        description="Most requests of one key, or of one address, such as 60/minute or 5/second;1000/hour.",
+    )
+    max_requests_per_client: int | None = Field(
+        default=None, ge=1, description="Most requests of one key, or of one address, that run at once."
+    )
+    read_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds that a request's head, or its body beyond 16 KiB/s, may take."
+    )
+    max_header_bytes: int = Field(default=32 << 10, ge=1024, description="Largest request headers in bytes.")
+    otlp_endpoint: str | None = Field(
+        default=None, min_length=1, description="Send OpenTelemetry traces to this URL (needs the extra `otel`)."
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="Log lines as text or as JSON objects.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severity logged."
     )
@@ -123,7 +144,7 @@ class Settings(BaseSettings):
         default=None, description="Folder below which image URLs may name files of the server; none by default."
     )
 
-    @field_validator("api_key", "allowed_media_domains", "allowed_media_ports", mode="before")
+    @field_validator("api_key", "allowed_origins", "allowed_media_domains", "allowed_media_ports", mode="before")
     @classmethod
     def _several_values(cls, value: Any) -> Any:
         """Every string may hold several values, parted by commas: the only way to give several in one variable."""
@@ -150,6 +171,24 @@ class Settings(BaseSettings):
     def _no_empty_key(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         if any(not key.get_secret_value() for key in value):
             raise ValueError("an API key is empty")
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin such as https://example.org or https://localhost:3000")
+        return value
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _rates_only(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_many(value)
+            except ValueError as error:
+                raise ValueError(f"{value!r} is not a rate such as 60/minute or 5/second;1000/hour") from error
         return value
 
     @field_validator("allowed_media_domains")
@@ -222,14 +261,6 @@ def load_settings(flags: dict[str, Any]) -> Settings:
         raise ConfigurationError("\n".join(lines)) from error
     except SettingsError as error:
         raise ConfigurationError(str(error)) from error
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error. Prompts, pictures and keys are never logged, at any level."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    # Their lines at "info" repeat what our own say.
-    for name in ("uvicorn", "httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def quiet(settings: Settings) -> Settings:

@@ -29,7 +29,8 @@ import psutil
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.settings import Settings, configure_logging, quiet
+from server.logs import configure_logging
+from server.settings import Settings, quiet
 from server.terminal import connect
 
 SAMPLE_S = 0.5
@@ -107,7 +108,7 @@ class Report:
 def soak(settings: Settings, *, base_url: str | None, minutes: float, seed: int, concurrency: int) -> bool:
     """Run it and print the report. Whether all was well. Raises StartupError when a private server can't be started."""
     settings = quiet(settings)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     if "vision_cache_bytes" not in settings.model_fields_set:
         settings = settings.model_copy(update={"vision_cache_bytes": PRIVATE_VISION_CACHE_BYTES})
     with connect(settings, base_url) as client:

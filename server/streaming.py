@@ -32,6 +32,8 @@ from model.tokenizer import Tokenizer
 from server.engine.request import TokenEvent, TokenLogprobs
 from server.errors import APIError, ClientGone, internal_error
 from server.grounding import MarkupReader, Span
+from server.logs import stack_of
+from server.telemetry import current
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +251,7 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncGenerator[str, None], close: Callable[[], Awaitable[None]], *, end: str = DONE
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
@@ -262,7 +264,10 @@ class EventStream(Response):
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+            else:
+                current().aborted = True
         except TimeoutError:
+            current().aborted = True
             logger.warning("a stream was cut off: its client does not read")
         finally:
             await _cancel(writing, gone)
@@ -281,9 +286,11 @@ class EventStream(Response):
                 yield event
             yield self._end
         except APIError as error:
+            current().broken = True
             yield frame(json.dumps(error.body()))
-        except Exception:
-            logger.exception("a stream failed")
+        except Exception as error:
+            current().broken = True
+            logger.error("a stream failed\n%s", stack_of(error))
             yield frame(json.dumps(internal_error().body()))
 
 

@@ -15,7 +15,8 @@ import httpx
 from pydantic import SecretStr
 
 from server.errors import StartupError
-from server.settings import Settings, configure_logging, quiet
+from server.logs import configure_logging
+from server.settings import Settings, quiet
 
 # A caption on a slow CPU, or a full queue, takes its time; a server that is not there says so at once.
 TIMEOUT = httpx.Timeout(600, connect=10)
@@ -48,7 +49,7 @@ def caption_files(
 ) -> bool:
     """Print a caption for each file, after its name if there are several. Whether all went well."""
     settings = quiet(settings)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     fields: dict[str, str] = {}
     if prompt is not None:
         fields["prompt"] = prompt
@@ -74,7 +75,7 @@ def caption_files(
 def chat_loop(settings: Settings, *, base_url: str | None, temperature: float) -> bool:
     """Read lines and print answers until the input ends. Whether there was a server to talk to up to then."""
     settings = quiet(settings)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     try:
         with connect(settings, base_url) as client:
             model = _checked(client.get("/v1/models")).json()["data"][0]["id"]

@@ -80,7 +80,7 @@ class Engine:
             eos_token_id=self.info.eos_token_id,
         )
         self.compiler = _make_compiler(self.runner.folder, self.info.vocab_size, self.info.eos_token_id)
-        self._steps = self._prompt_tokens = self._generated_tokens = self._tiles = 0
+        self._steps = self._step_sequences = self._prompt_tokens = self._generated_tokens = self._tiles = 0
         self._aborted_requests = self._failed_requests = self._integrity_errors = 0
 
     @property
@@ -132,6 +132,7 @@ class Engine:
         if plan is None:
             return events
         self._steps += 1
+        self._step_sequences += len(plan.requests)
         try:
             sampled = self._compute(plan)
         except Exception as error:
@@ -148,6 +149,7 @@ class Engine:
             pages_free=self.pool.num_free,
             pages_cached=self.pool.num_cached,
             steps=self._steps,
+            step_sequences=self._step_sequences,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             tiles_encoded=self._tiles,
@@ -233,6 +235,7 @@ class Engine:
                     token_ids=[token.token_id],
                     logprobs=None if token.logprobs is None else [token.logprobs],
                     finish_reason=reason,
+                    queue_s=request.queue_s if request.num_generated == 1 else None,
                     cached_tokens=request.num_cached if request.num_generated == 1 else None,
                 )
             )

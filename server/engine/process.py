@@ -36,10 +36,10 @@ from server.engine.request import (
     Shutdown,
     ToEngine,
 )
+from server.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # A process that fails to load says why and exits; the exit may be noticed first.
 LAST_WORDS_S = 1.0
 
@@ -184,7 +184,7 @@ class EngineProcess:
 
 def _engine_process(config: EngineConfig, address: str, folder: str) -> None:
     """What the spawned process runs."""
-    logging.basicConfig(level=config.log_level, format=LOG_FORMAT)
+    configure_logging(config.log_level, config.log_format)
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()

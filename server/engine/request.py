@@ -7,6 +7,7 @@ record of one of them. Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
@@ -67,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 256  # beside max_num_seqs that run
     seed: int = 0  # for dummy weights; requests without a seed draw theirs from the system
     log_level: str = "INFO"
+    log_format: Literal["text", "json"] = "text"
     ping_interval_s: float = 1.0
     heartbeat_timeout_s: float = 30.0  # silence after which a living process counts as hung
     stop_timeout_s: float = 10.0  # patience with a shutdown before the process is killed
@@ -191,6 +193,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    queue_s: float | None = None  # with the first token: seconds that the request waited for its first step
     unservable: bool = False  # with "error": by what the request asks for, not by a fault of the engine
     cached_tokens: int | None = None  # with the first token: how many of the prompt's were found computed
 
@@ -218,6 +221,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int  # held by no request
     pages_cached: int  # of those, the ones whose content can be found again
     steps: int
+    step_sequences: int  # sequences of all steps together: divided by the steps, the mean batch size
     prompt_tokens: int  # computed in prefill, recomputation after preemption included
     generated_tokens: int
     tiles_encoded: int
@@ -341,6 +345,8 @@ class Request:
     root_key: bytes = b""
     page_keys: list[bytes] = field(default_factory=list)
     arrival: int = 0  # number in the order of arrival
+    arrived_s: float = field(default_factory=time.monotonic)
+    admitted_s: float | None = None  # when it first left the queue
     num_cached: int | None = None  # tokens found computed when it was first admitted
     guide: Guide | None = None  # with a grammar: where in it the answer is
     status: Status = Status.WAITING
@@ -364,6 +370,11 @@ class Request:
     def decodes(self) -> bool:
         """Whether the only token left to compute is a generated one."""
         return self.num_computed == self.num_tokens - 1 >= self.num_prompt
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from its arrival to the plan of its first step, or None while it has none."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrived_s
 
     @property
     def ready(self) -> bool:

@@ -27,6 +27,7 @@ half done.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -273,6 +274,7 @@ class Scheduler:
         self.prefix_hit_tokens += request.num_computed
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.admitted_s = time.monotonic()
         request.status = Status.RUNNING
         self.waiting.remove(request)
         insort(self.running, request, key=_RANK)

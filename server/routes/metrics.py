@@ -14,4 +14,6 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(await exposition(service_of(request).engine), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        await exposition(service_of(request).engine, request.app.state.registry), media_type=CONTENT_TYPE_LATEST
+    )

@@ -30,6 +30,7 @@ from server.responses import (
 )
 from server.service import read_json, service_of
 from server.streaming import EventStream, FinishReason, ScoredToken, frame, json_response, until_disconnect
+from server.telemetry import current
 
 router = APIRouter()
 
@@ -132,6 +133,7 @@ class _Form:
                     ended = self._ended(message, delta.finish_reason)
                     yield self._event(f"response.{ended.status}", response=ended)
         except APIError as error:
+            current().broken = True
             failed = {"status": "failed", "error": ResponseError(message=error.message)}
             yield self._event("response.failed", response=self._begun.model_copy(update=failed))
 

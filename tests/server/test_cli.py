@@ -114,6 +114,28 @@ def test_serve_from_banner_to_signal(tmp_path: Path) -> None:
             assert secret not in log
 
 
+def test_keys_are_rotated_by_a_signal_and_logs_are_json(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old-key\n")
+    with serve(tmp_path, "--api-key-file", str(keys), "--log-format", "json") as served:
+        assert "Authorization" in served.banner
+
+        def status(key: str) -> int:
+            return httpx.get(f"{served.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("old-key"), status("new-key")) == (200, 401)
+        keys.write_text("new-key\n")
+        served.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: status("new-key") == 200)
+        assert status("old-key") == 401
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(timeout=60) == 0
+    lines = [json.loads(line) for line in served.log.read_text().splitlines()]  # those of the engine, too
+    assert {"server.engine.core", "server.accesslog", "server.auth"} <= {line["logger"] for line in lines}
+    assert all(line["time"] and line["level"] and line["message"] for line in lines)
+    assert "-key" not in served.log.read_text().replace("--api-key", "")
+
+
 def test_a_dead_engine_shows_and_comes_back(tmp_path: Path) -> None:
     with serve(tmp_path) as served, httpx.Client(base_url=served.url, timeout=120) as client:
         assert client.get("/health").status_code == 200

@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 import httpx
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.client import EngineClient
@@ -67,5 +68,5 @@ class DeadEngine:
 
 
 def test_a_dead_engine_still_has_metrics() -> None:
-    text = asyncio.run(exposition(cast(EngineClient, DeadEngine()))).decode()
+    text = asyncio.run(exposition(cast(EngineClient, DeadEngine()), CollectorRegistry())).decode()
     assert parse(text) == {"vl2_engine_up": 0, "vl2_engine_restarts_total": 2}
