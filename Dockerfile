@@ -14,9 +14,12 @@ RUN useradd --create-home --uid 10001 vl2 \
     && mkdir -p /opt/vl2 /models && chown vl2:vl2 /opt/vl2 /models
 USER vl2
 WORKDIR /opt/vl2
+# Docker kills what has not ended 10 s after it was told to: running answers get 5 of them. For more, give both:
+#   docker run --stop-timeout 70 -e VL2_SHUTDOWN_TIMEOUT=60 ...
 ENV PATH=/opt/vl2/.venv/bin:$PATH \
     HF_HOME=/models \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    VL2_SHUTDOWN_TIMEOUT=5
 
 # The dependencies first, so that a change of the code does not install them again.
 COPY --chown=vl2:vl2 pyproject.toml constraints.txt README.md LICENSE ./

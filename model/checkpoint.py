@@ -7,9 +7,10 @@ copies along it (fusing and stacking on the way) and saving reads along it backw
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -256,6 +257,13 @@ def _fill(model: DeepseekVL2, folder: Path, progress: bool) -> None:
         raise CheckpointError(f"{folder}: tensor {missing[0]} is missing from {', '.join(files)}{listed}")
 
 
+def check_weights(folder: Path) -> None:
+    """Open every shard and read none. Raises CheckpointError when one is missing or no safetensors file."""
+    for file in _shard_files(folder):
+        with _open_shard(folder / file):
+            pass
+
+
 def _shard_files(folder: Path) -> list[str]:
     """The shards that the index names, in order, or the single file where there is no index."""
     index = folder / INDEX_NAME
@@ -274,9 +282,15 @@ def _shard_files(folder: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 (no mapping: it has no iterator)
+            yield name, shard.get_tensor(name)
+
+
+@contextmanager
+def _open_shard(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (no mapping: it has no iterator)
-                yield name, shard.get_tensor(name)
+            yield shard
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

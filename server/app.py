@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
@@ -49,10 +50,18 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.failure = None  # why the start failed, in words for a person
     for module in (chat, completions, responses, models, caption, tokenize, health, metrics, version):
         app.include_router(module.router, responses=ERRORS)
+        _answer_head(app, module.router)
     install_handlers(app)
     _guard(app, settings)
     describe(app, settings.model_name)
     return app
+
+
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
+    """Let every route that answers GET answer HEAD: some who ask after the server's health want no body."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _guard(app: FastAPI, settings: Settings) -> None:

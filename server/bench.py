@@ -84,6 +84,8 @@ def run_cases(
     try:
         config = load_config(resolve_model(settings.model_source, weights=False))
         engine = Engine(engine_config(settings))
+    except ConfigurationError:  # of the device
+        raise
     except (CheckpointError, ConfigError, ValueError) as error:
         raise ConfigurationError(f"--model {settings.model_source}: {error}") from error
     inputs = _Inputs(config, image_size, settings.seed)

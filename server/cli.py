@@ -126,7 +126,8 @@ def chat(
     """Talk with the model. `/image FILE` adds a picture to the next message, `/reset` begins anew, `/quit` ends."""
     from server.terminal import chat_loop
 
-    chat_loop(settings, base_url=base_url, temperature=temperature)
+    if not chat_loop(settings, base_url=base_url, temperature=temperature):
+        raise typer.Exit(1)
 
 
 @bench_app.command("offline")

@@ -6,14 +6,15 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
 
-from model.checkpoint import CheckpointError, resolve_model
+from model.checkpoint import CheckpointError, check_weights, resolve_model
 from model.config import ConfigError, load_config
 from model.tokenizer import Tokenizer, TokenizerError
-from server.settings import Settings, resolve_device
+from server.settings import ConfigurationError, Settings, resolve_device
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "flash-attn", "transformers", "tokenizers", "fastapi", "pydantic")
 
@@ -28,6 +29,10 @@ def report(settings: Settings) -> bool:
         folder = resolve_model(source, weights=False)
         config = load_config(folder)
         Tokenizer.from_folder(folder)
+        if (
+            settings.load_format != "dummy" and Path(source).expanduser().is_dir()
+        ):  # a hub model's come when it is served
+            check_weights(folder)
     except (CheckpointError, ConfigError, TokenizerError) as error:
         print(f"{'':<14} cannot be served: {error}")
         return False
@@ -57,7 +62,10 @@ def machine_facts(settings: Settings) -> Iterator[tuple[str, str]]:
             yield f"gpu {index}", f"{name} (sm_{major}{minor}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     else:
         yield "gpu", "none that torch can use"
-    yield "device", f"{settings.device} -> {resolve_device(settings.device)}"
+    try:
+        yield "device", f"{settings.device} -> {resolve_device(settings.device)}"
+    except ConfigurationError as error:
+        yield "device", f"cannot be used: {error}"
 
 
 def cpu_name() -> str:

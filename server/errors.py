@@ -79,7 +79,10 @@ def validation_error(error: ValidationError) -> APIError:
     Messages are pydantic's, which name limits and choices; the client's own values are left out but for a wrong tag.
     """
     problem = error.errors(include_url=False, include_input=False)[0]
-    kind, message, location = problem["type"], problem["msg"], _parameter(problem["loc"])
+    kind, message, path = problem["type"], problem["msg"], problem["loc"]
+    if path[-1:] == ("[key]",) and kind != "extra_forbidden":  # pydantic's mark for the key itself, not its value
+        path = path[:-1]
+    location = _parameter(path)
     if kind == "json_invalid":
         return APIError(400, message, code="invalid_json")
     if kind == "extra_forbidden":

@@ -13,6 +13,7 @@ from server.engine.client import EngineClient
 from server.engine.request import (
     EngineDeadError,
     EngineRequest,
+    EngineStopped,
     Grammar,
     QueueFull,
     RequestRejected,
@@ -205,6 +206,9 @@ async def _run(engine: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
         raise APIError(429, f"Try again later: {error}.", code="queue_full", headers={"Retry-After": "1"}) from error
     except RequestRejected as error:
         raise APIError(400, str(error), code="request_rejected") from error
+    except EngineStopped as error:
+        message = "The request was aborted because the server stops."
+        raise APIError(503, message, code="aborted", headers={"Retry-After": "10"}) from error
     except EngineDeadError as error:
         raise engine_dead() from error
 

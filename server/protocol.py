@@ -153,6 +153,7 @@ class AssistantMessage(RequestModel):
     content: TextParts = []
     name: str | None = None  # ignored
     grounding: list[Any] = []  # as the API returned it; ignored
+    parsed: Any = None  # ignored: OpenAI's client adds it when it reads streams and schemas
     refusal: Annotated[Any, refused("refusals are not supported in messages")] = None
     audio: Annotated[Any, refused("audio is not supported by this server")] = None
     annotations: Annotated[Any, refused("annotations are not supported in messages", [])] = None
@@ -251,7 +252,7 @@ class SamplingRequest(RequestModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-100, le=100)]],
         _not_longer(4096),
     ] = {}
     min_tokens: int = Field(0, ge=0)
@@ -395,7 +396,7 @@ class CompletionRequest(GenerationRequest):
         list[str] | list[list[int]],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: int = Field(16, ge=1)  # the API's own default
+    max_tokens: int = Field(16, ge=1)  # the API's own default, of which the context may leave less
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 

@@ -20,7 +20,7 @@ from server.fetch import MediaFetcher
 from server.generation import engine_dead
 from server.prepare import Preparer
 from server.protocol import RequestModel
-from server.settings import Settings, resolve_device
+from server.settings import ConfigurationError, Settings, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Service:
             tokenizer = Tokenizer.from_folder(folder)
             engine = EngineClient(engine_config(settings))
             await engine.start()
+        except ConfigurationError as error:
+            raise StartupError(str(error)) from error
         except (ConfigError, TokenizerError, EngineError, ValueError) as error:
             raise StartupError(f"cannot serve {settings.model_source}: {error}") from error
         info = engine.info

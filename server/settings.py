@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from limits import parse_many
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -147,9 +147,23 @@ class Settings(BaseSettings):
     @field_validator("api_key", "allowed_origins", "allowed_media_domains", "allowed_media_ports", mode="before")
     @classmethod
     def _several_values(cls, value: Any) -> Any:
-        """One string may hold several values, parted by commas: the only way to give several in one variable."""
-        if isinstance(value, str):
-            return tuple(item.strip() for item in value.split(","))
+        """Every string may hold several values, parted by commas: the only way to give several in one variable."""
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            return value
+        parted: list[Any] = []
+        for item in items:
+            parted += [part.strip() for part in item.split(",")] if isinstance(item, str) else [item]
+        return tuple(parted)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's `yes` and `true` are no settings but for flags; pydantic would take them for the number 1."""
+        assert info.field_name is not None
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) for item in items) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("must not be true or false")
         return value
 
     @field_validator("api_key")
@@ -257,12 +271,16 @@ def quiet(settings: Settings) -> Settings:
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """The device that `auto` means on this machine."""
-    if device != "auto":
+    """The device that `auto` means on this machine. Raises ConfigurationError for a GPU that torch cannot use."""
+    if device == "cpu":
         return device
     import torch  # seconds to import, and only this question needs it
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise ConfigurationError("--device: cuda, but torch finds no GPU that it can use here; `vl2 doctor` says more")
+    return "cpu"
 
 
 def flag_name(field: str) -> str:

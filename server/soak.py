@@ -307,7 +307,10 @@ async def _answer(client: httpx.AsyncClient, body: Body) -> list[str] | None:
             return None
         if response.status_code != 200:
             raise Wrong(f"status {response.status_code}: {(await response.aread())[:300]!r}")
-        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        text = (
+            await response.aread()
+        ).decode()  # its lines end with \n alone, whatever else httpx or Python take for one
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line]
     if lines[-1] != "[DONE]":
         raise Wrong(f"a stream ended with {lines[-1][:300]}")
     for choice in (choice for line in lines[:-1] for choice in json.loads(line)["choices"]):

@@ -66,14 +66,14 @@ def caption_files(
                 else:
                     well = False
                     print(f"error: {file}: {_reason(response)}", file=sys.stderr)
-    except (StartupError, httpx.TransportError) as error:
+    except (StartupError, httpx.TransportError, httpx.InvalidURL) as error:
         print(f"error: {error}", file=sys.stderr)
         return False
     return well
 
 
-def chat_loop(settings: Settings, *, base_url: str | None, temperature: float) -> None:
-    """Read lines and print answers until the input ends."""
+def chat_loop(settings: Settings, *, base_url: str | None, temperature: float) -> bool:
+    """Read lines and print answers until the input ends. Whether there was a server to talk to up to then."""
     settings = quiet(settings)
     configure_logging(settings.log_level, settings.log_format)
     try:
@@ -81,8 +81,10 @@ def chat_loop(settings: Settings, *, base_url: str | None, temperature: float) -
             model = _checked(client.get("/v1/models")).json()["data"][0]["id"]
             print(f"{model}: type a question; /image FILE, /reset, /quit", file=sys.stderr)
             _Conversation(client, model, temperature).run()
-    except (StartupError, httpx.TransportError, _Refused) as error:
+    except (StartupError, httpx.TransportError, httpx.InvalidURL, _Refused) as error:
         print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 class _Refused(Exception):
@@ -124,9 +126,12 @@ class _Conversation:
         self._parts.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
 
     def _ask(self, text: str) -> None:
-        """Stream one answer. A question that is refused leaves the conversation as it was before."""
+        """Stream one answer.
+
+        A question that is refused, or given up before its answer begins, leaves the conversation and the pictures that
+        wait for a question as they were before.
+        """
         question = {"role": "user", "content": [*self._parts, {"type": "text", "text": text}]}
-        self._parts = []
         body = {
             "model": self._model,
             "messages": [*self._messages, question],
@@ -143,14 +148,17 @@ class _Conversation:
             print(f"error: {error}", file=sys.stderr)
             return
         except KeyboardInterrupt:  # closing the stream has ended the answer on the server, too
-            pass
+            if not answer:
+                print()
+                return
         print()
+        self._parts = []
         self._messages += [question, {"role": "assistant", "content": answer}]
 
 
 def _deltas(response: httpx.Response) -> Iterator[str]:
     """The text in the events of a stream."""
-    for line in response.iter_lines():
+    for line in _lines(response):
         payload = line.removeprefix("data: ")
         if not payload or payload == "[DONE]":
             continue
@@ -159,6 +167,16 @@ def _deltas(response: httpx.Response) -> Iterator[str]:
             raise _Refused(event["error"]["message"])
         for choice in event["choices"]:
             yield choice["delta"].get("content") or ""
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx's own end at every character that Unicode calls a line's end, inside JSON, too."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
+    yield rest.decode()
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

@@ -11,7 +11,6 @@ A stream whose consumer is slow is kept for it, up to `max_unread_events` events
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -25,6 +24,7 @@ from server.engine.request import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    EngineStopped,
     Events,
     FromEngine,
     Ping,
@@ -50,6 +50,7 @@ class EngineClient:
         self.failure: EngineError | None = None  # why the engine is not started again
         self._info: EngineInfo | None = None
         self._process: EngineProcess | None = None
+        self._stopped = False
         self._has_served = False  # whether the process now running has generated anything
         self._streams: dict[str, asyncio.Queue[TokenEvent | Exception]] = {}
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
@@ -128,17 +129,20 @@ class EngineClient:
             del self._pings[number]
 
     async def stop(self) -> None:
-        """End the process, by force if it does not end by itself, and tell who waits for it. May be called twice."""
+        """Tell who waits for the process, and end it, by force if it does not by itself. May be called twice."""
+        self._stopped = True
+        self._fail_waiting(EngineStopped("the engine was stopped"))
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._process is not None:
             await self._process.stop()
-        self._fail_waiting(EngineDeadError("the engine was stopped"))
 
     def _living(self) -> EngineProcess:
         """The process, if it can take messages. Raises EngineDeadError."""
+        if self._stopped:
+            raise EngineStopped("the engine was stopped")
         if self._process is None or not self._process.alive:
             raise EngineDeadError("the engine is not running")
         return self._process
@@ -169,8 +173,10 @@ class EngineClient:
                 return
             self.num_restarts += 1
             logger.warning("starting the engine again")
-            with contextlib.suppress(EngineError):  # then its end, which is logged, counts as one more crash
+            try:
                 await self._launch()
+            except EngineError as error:  # its end counts as one more crash
+                logger.error("the engine could not start again: %s", error)
 
     def _was_stable(self, process: EngineProcess) -> bool:
         if process.ready_since is None:

@@ -17,14 +17,17 @@ import torch
 import zmq
 
 from model.batch import PAGE_SIZE
+from model.checkpoint import CheckpointError
+from model.config import ConfigError
 from model.image import image_layout
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, TokenizerError
 from server.engine.kv_cache import PagePool, PagePoolError
 from server.engine.prefix import ContentKeys
 from server.engine.request import (
     TILE_BYTES,
     Abort,
     EngineConfig,
+    EngineConfigError,
     EngineRequest,
     EngineStats,
     Events,
@@ -284,6 +287,9 @@ def serve(config: EngineConfig, address: str) -> int:
     try:
         try:
             engine = Engine(config)
+        except (CheckpointError, ConfigError, TokenizerError, EngineConfigError) as error:
+            link.send(LoadFailed(str(error)))  # the client says it: whoever chose the model or a size can mend it
+            return 1
         except Exception as error:
             logger.exception("the engine could not start")
             link.send(LoadFailed(f"{type(error).__name__}: {error}"))

@@ -34,6 +34,14 @@ class EngineDeadError(RuntimeError):
     """The engine process ended while requests were waiting for it, or before they came."""
 
 
+class EngineStopped(EngineDeadError):
+    """The engine was told to stop, and its requests end with it."""
+
+
+class EngineConfigError(ValueError):
+    """The engine cannot be built with this configuration on this machine; the message is for whoever wrote it."""
+
+
 class RequestRejected(ValueError):
     """A request that can never run, with the numbers that say why. Nothing was computed for it."""
 

@@ -20,7 +20,15 @@ from model import batch as model_batch
 from model.batch import PAGE_SIZE, Batch, build_batch
 from model.checkpoint import load_model, resolve_model
 from server.engine.graphs import DecodeGraphs
-from server.engine.request import TILE_SHAPE, EngineConfig, EngineInfo, Picture, Request, SamplingParams
+from server.engine.request import (
+    TILE_SHAPE,
+    EngineConfig,
+    EngineConfigError,
+    EngineInfo,
+    Picture,
+    Request,
+    SamplingParams,
+)
 from server.engine.sampler import Sampled, Sampler
 from server.engine.scheduler import Chunk, EncodeTiles, StepPlan
 
@@ -71,7 +79,9 @@ class Runner:
         positions = language.max_position_embeddings
         max_model_len = config.max_model_len or positions
         if max_model_len > positions:
-            raise ValueError(f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions")
+            raise EngineConfigError(
+                f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions"
+            )
         self.num_pages = self._choose_num_pages(max_model_len)
         if self.num_pages * PAGE_SIZE < max_model_len:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
@@ -202,7 +212,7 @@ class Runner:
         budget = total * self.config.gpu_memory_utilization - used
         pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
         if pages < 1:
-            raise ValueError(
+            raise EngineConfigError(
                 f"no memory left for the KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after loading, "
                 f"{step_bytes / 2**30:.1f} GiB for a step, vision_cache_bytes {self.config.vision_cache_bytes}, "
                 f"gpu_memory_utilization {self.config.gpu_memory_utilization}"

@@ -6,7 +6,7 @@ import uuid
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from server.answers import Caption
@@ -33,12 +33,7 @@ async def caption(request: Request) -> Caption:
     if media_type != "multipart/form-data":
         message = f"The body must be a multipart/form-data form with the file field 'image'. {_EXAMPLE}"
         raise APIError(415, message, code="unsupported_media_type")
-    try:
-        form = await request.form(max_files=1, max_fields=len(FIELDS))
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    except HTTPException as error:
-        raise APIError(400, f"The multipart form cannot be read: {error.detail}", code="invalid_form") from error
+    form = await _parse(request)
     try:
         picture, prompt_text, wanted = await _read(form)
     finally:
@@ -53,6 +48,31 @@ async def caption(request: Request) -> Caption:
     decoder = AnswerDecoder(service.tokenizer, grounding=True)
     [answer] = await until_disconnect(request, collect(service.engine, [Job(engine_request, decoder)]))
     return Caption(caption=answer.text, grounding=place_boxes(answer.spans, prompt, None))
+
+
+class _FormParser(MultiPartParser):
+    """Notes whether the form has come to its end, which is a boundary of its own."""
+
+    complete = False
+
+    def on_end(self) -> None:
+        self.complete = True
+
+
+async def _parse(request: Request) -> FormData:
+    """The form, to be closed. Raises APIError (400) when it cannot be read, ClientGone when it never comes whole."""
+    parser = _FormParser(request.headers, request.stream(), max_files=1, max_fields=len(FIELDS))
+    try:
+        form = await parser.parse()
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    except MultiPartException as error:
+        raise APIError(400, f"The multipart form cannot be read: {error.message}", code="invalid_form") from error
+    if not parser.complete:
+        await form.close()
+        message = "The multipart form is incomplete: its body ends before its closing boundary."
+        raise APIError(400, message, code="invalid_form")
+    return form
 
 
 async def _read(form: FormData) -> tuple[bytes, str, int | None]:

@@ -45,15 +45,14 @@ async def completions(request: Request) -> Response:
 def _jobs(
     service: Service, body: CompletionRequest, prompt: PreparedPrompt, grammar: Grammar | None, identity: str
 ) -> list[Job]:
-    max_tokens = answer_room(
-        prompt, service.max_model_len, wanted=body.max_tokens, least=body.min_tokens, param="prompt"
-    )
+    wanted = body.max_tokens if "max_tokens" in body.model_fields_set else None
+    max_tokens = answer_room(prompt, service.max_model_len, wanted=wanted, least=body.min_tokens, param="prompt")
     return make_jobs(
         body,
         prompt,
         service.tokenizer,
         request_id=identity,
-        max_tokens=max_tokens,
+        max_tokens=min(max_tokens, body.max_tokens),  # nobody wanted the default: it takes what is left
         logprobs=body.logprobs,
         vocab_size=service.vocab_size,
         num_choices=body.n,

@@ -21,6 +21,7 @@ from server.engine.request import (
     EngineDeadError,
     EngineError,
     EngineRequest,
+    EngineStopped,
     RequestRejected,
     SamplingParams,
     TokenEvent,
@@ -107,7 +108,12 @@ def test_streams_rejections_aborts_and_departures() -> None:
             await eventually(idle)
             assert (await client.stats()).integrity_errors == 0
             assert client._streams == {}
-        with pytest.raises(EngineDeadError):
+            waiting = asyncio.create_task(collect(client, endless("open")))
+            while "open" not in client._streams:
+                await asyncio.sleep(0)
+        with pytest.raises(EngineStopped):
+            await waiting
+        with pytest.raises(EngineStopped):
             await collect(client, endless("late"))
         await client.stop()
 
@@ -209,8 +215,9 @@ def test_a_silent_engine_is_unhealthy_until_it_speaks_and_is_killed_if_it_will_n
 def test_a_failed_load_is_reported_in_the_engines_words(tmp_path: Path) -> None:
     async def scenario() -> None:
         client = EngineClient(EngineConfig(model_path=str(tmp_path)))
-        with pytest.raises(EngineError, match=r"config\.json"):
+        with pytest.raises(EngineError, match=r"config\.json") as caught:
             await client.start()
+        assert str(caught.value).startswith(str(tmp_path))
         assert not client.healthy
 
     asyncio.run(scenario())

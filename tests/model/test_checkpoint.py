@@ -14,6 +14,7 @@ from model.checkpoint import (
     INDEX_NAME,
     UNUSED,
     CheckpointError,
+    check_weights,
     load_model,
     placements,
     resolve_model,
@@ -108,6 +109,20 @@ def refuses(folder: Path, *words: str) -> None:
         load_model(folder, device=CPU, dtype=torch.float32)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_weights_are_checked_without_reading_them(copy: Path) -> None:
+    check_weights(copy)
+    whole = (copy / SHARD).read_bytes()
+    (copy / SHARD).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match=SHARD):
+        check_weights(copy)
+    (copy / SHARD).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=SHARD):
+        check_weights(copy)
+    (copy / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=SHARD):
+        check_weights(copy)
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:

@@ -163,6 +163,16 @@ def test_bad_fields(client: httpx.Client, field: str, value: Any) -> None:
     assert error["param"] == field
 
 
+def test_the_place_of_a_bad_key_is_its_own_and_short(client: httpx.Client) -> None:
+    for body, param in (
+        ({"logit_bias": {"01": 1}}, "logit_bias.01"),
+        ({"logit_bias": {"x" * 10_000: 1}}, "logit_bias." + "x" * 189),
+        ({"[key]": 1}, "[key]"),
+        ({"x" * 10_000: 1}, "x" * 200),
+    ):
+        assert refused(client.post(CHAT, json={**chat_body("x"), **body}))["param"] == param
+
+
 def test_nan_and_infinity(client: httpx.Client) -> None:
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         body = json.dumps(chat_body("x")).replace('"temperature": 0', f'"temperature": {number}')

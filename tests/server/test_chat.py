@@ -13,6 +13,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from model.tokenizer import EOS, USER, Tokenizer
+from server.answers import AnswerMessage
+from server.protocol import AssistantMessage
 from server.settings import DEFAULT_MODEL
 from tests.conftest import API_KEY, MODEL, chat_body, colour
 
@@ -30,6 +32,24 @@ def api(server_url: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_can_be_sent_back_as_it_came(api: openai.OpenAI, stream: bool) -> None:
+    picture: Any = {"type": "image_url", "image_url": {"url": colour()}}
+    question: Any = {"role": "user", "content": [picture, {"type": "text", "text": "The red thing?"}]}
+    where = {"grounding": {"locate": "the red square"}}
+    asked = {"model": MODEL, "messages": [question], "max_tokens": 24, "extra_body": where}
+    if stream:
+        with api.chat.completions.stream(**asked) as events:
+            message = events.get_final_completion().choices[0].message
+    else:
+        message = api.chat.completions.create(**asked).choices[0].message
+    returned: Any = message.model_dump()
+    assert "grounding" in returned
+    messages = [question, returned, *MESSAGES]
+    assert api.chat.completions.create(model=MODEL, messages=messages, max_tokens=1).choices
+    assert set(AnswerMessage.model_fields) <= set(AssistantMessage.model_fields)
 
 
 def ask(client: httpx.Client, text: str, *images: str, **fields: Any) -> dict[str, Any]:

@@ -205,7 +205,8 @@ def test_an_answer_that_outlasts_the_shutdown_is_told() -> None:
         next(lines)
         server.stop()
         last = [line for line in lines if line][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "aborted" and "the server stops" in error["message"]
 
 
 def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
     ("arguments", "code", "reason"),
     [
         (["--model", "no/such/model/here"], 1, "no/such/model/here"),
-        (["--max-model-len", "1000000"], 1, "1000000"),
+        (["--max-model-len", "1000000"], 1, ": max_model_len 1000000 is more than"),
         (["--host", "no.such.host.invalid"], 2, "no.such.host.invalid"),
     ],
     ids=str,
@@ -238,6 +239,31 @@ def test_what_cannot_be_served_ends_with_one_clear_message(arguments: list[str],
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and reason in errors[0]
     assert result.stdout == ""
+
+
+def test_the_engine_shows_no_stack_for_what_a_person_can_mend(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "model" / "demo" / "checkpoint", tmp_path, dirs_exist_ok=True)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    doctor = invoke("doctor", "--model", str(tmp_path))
+    assert doctor.exit_code == 1 and "cannot be served: " in doctor.stdout
+    assert invoke("doctor", "--model", str(tmp_path), "--load-format", "dummy").exit_code == 0
+    for arguments in (["--model", str(tmp_path)], ["--max-model-len", "1000000"]):
+        result = run("serve", "--port", "0", *CPU, *arguments)
+        assert result.returncode == 1
+        assert "error: cannot serve " in result.stderr
+        assert "Traceback" not in result.stderr and "Error:" not in result.stderr
+
+
+def test_a_gpu_that_is_not_there_is_said_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for arguments, code in ((["serve", "--port", "0"], 1), (["bench", "offline"], 2)):
+        result = invoke(*arguments, "--device", "cuda")
+        assert result.exit_code == code
+        [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert line.startswith("error: --device: cuda")
+    result = invoke("doctor", "--device", "cuda")
+    assert "device         cannot be used: --device: cuda" in result.stdout
 
 
 def test_caption_and_chat_against_a_running_server(server_url: str, tmp_path: Path) -> None:
@@ -261,8 +287,9 @@ def test_caption_and_chat_against_a_running_server(server_url: str, tmp_path: Pa
     assert result.stdout.count("> ") == 7
     assert "commands are" in result.stderr and "none.png" in result.stderr
 
-    result = run("caption", files[0], "--base-url", server_url, key="wrong")
-    assert result.returncode == 1 and "API key" in result.stderr
+    for arguments in (["caption", files[0]], ["chat"]):
+        result = run(*arguments, "--base-url", server_url, key="wrong")
+        assert result.returncode == 1 and "API key" in result.stderr
 
 
 def test_caption_without_a_server(tmp_path: Path) -> None:
@@ -278,9 +305,13 @@ def test_a_server_that_is_not_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        result = run("caption", __file__, "--base-url", address)
-    assert result.returncode == 1
-    assert "error: " in result.stderr and "Traceback" not in result.stderr
+        for arguments in (["caption", __file__, "--base-url", address], ["chat", "--base-url", address]):
+            result = run(*arguments)
+            assert result.returncode == 1
+            assert "error: " in result.stderr and "Traceback" not in result.stderr
+    for url in ("http://[", "no-scheme"):
+        chat = invoke("chat", "--base-url", url)
+        assert chat.exit_code == 1 and "error: " in chat.stderr
 
 
 def test_doctor() -> None:

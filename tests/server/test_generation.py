@@ -14,6 +14,7 @@ from model.tokenizer import Tokenizer
 from server.engine.request import (
     EngineDeadError,
     EngineRequest,
+    EngineStopped,
     QueueFull,
     RequestRejected,
     TokenEvent,
@@ -50,6 +51,11 @@ async def dead(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
     yield event(request)
 
 
+async def stopped(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+    raise EngineStopped("the engine was stopped")
+    yield event(request)
+
+
 async def fails(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
     yield event(request, reason="error", error="OutOfMemoryError: too large")
 
@@ -75,6 +81,7 @@ async def ends_early(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]
         (rejects, 400, "request_rejected"),
         (is_full, 429, "queue_full"),
         (dead, 503, "engine_dead"),
+        (stopped, 503, "aborted"),
         (fails, 500, "engine_error"),
     ],
 )

@@ -46,6 +46,9 @@ BAD_CHAT = [
     ("frequency_penalty", -3),
     ("logit_bias", {"x": 1}),
     ("logit_bias", {"-5": 1}),
+    ("logit_bias", {"01": 1}),
+    ("logit_bias", {"\u0665": 1}),  # an Arabic digit
+    ("logit_bias", {"5\n": 1}),
     ("logit_bias", {"5": 101}),
     ("n", 0),
     ("n", 17),

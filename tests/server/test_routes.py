@@ -64,6 +64,13 @@ def test_probes_need_no_key(server_url: str, path: str) -> None:
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", f"/v1/models/{MODEL}", "/metrics"])
+def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
+    response = client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-type"] == client.get(path).headers["content-type"]
+
+
 def test_version_is_that_of_the_project(client: httpx.Client) -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     assert client.get("/version").json() == {"version": project["version"]} == {"version": VERSION}
@@ -218,6 +225,15 @@ def test_completions_echo_logprobs_and_default_length(client: httpx.Client) -> N
     assert len(complete(max_tokens=None, ignore_eos=True, return_token_ids=True)["token_ids"]) == 16
 
 
+def test_the_default_length_of_a_completion_takes_what_is_left(client: httpx.Client) -> None:
+    limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"model": MODEL, "prompt": [65] * (limit - 4), "ignore_eos": True}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    refused = client.post("/v1/completions", json={**body, "max_tokens": 5})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+
+
 def _with_offsets(tokens: list[str]) -> list[tuple[str, int]]:
     """Each token with the place where it must begin."""
     return [(token, sum(map(len, tokens[:place]))) for place, token in enumerate(tokens)]
@@ -283,6 +299,18 @@ def test_bad_caption_forms(client: httpx.Client, files: Any, data: dict[str, str
         response = client.post("/v1/caption", files=files, data=data)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_a_caption_form_that_was_cut_is_called_incomplete(client: httpx.Client) -> None:
+    head = b'--y\r\nContent-Disposition: form-data; name="image"; filename="x.png"\r\n\r\n'
+    whole = head + png() + b"\r\n--y--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=y"}
+    assert client.post("/v1/caption", content=whole, headers=headers).status_code == 200
+    for cut in (whole[:20], head, whole[: len(head) + 30], whole[:-6]):
+        response = client.post("/v1/caption", content=cut, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "invalid_form")
+        assert "incomplete" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,24 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings({}).max_images == 1
 
 
+def test_commas_part_values_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("api_key: 'k1, k2'", "api_key: ['k1,k2']", "api_key: [k1, k2]"):
+        assert keys(load_settings({"config": yaml_file(tmp_path, text)})) == ["k1", "k2"]
+    assert keys(load_settings({"api_key": ["k1,k2", "k3"]})) == ["k1", "k2", "k3"]
+    assert load_settings({"allowed_media_ports": ["80,81"]}).allowed_media_ports == (80, 81)
+    with pytest.raises(ConfigurationError, match="empty"):
+        load_settings({"api_key": ["k1,"]})
+    monkeypatch.setenv("VL2_API_KEY", "k1,k2")
+    assert keys(load_settings({})) == ["k1", "k2"]
+
+
+@pytest.mark.parametrize("text", ["port: yes", "shutdown_timeout: true", "seed: no", "allowed_media_ports: [true, 80]"])
+def test_true_and_false_are_no_numbers(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=flag_name(text.partition(":")[0])):
+        load_settings({"config": yaml_file(tmp_path, text)})
+    assert load_settings({"config": yaml_file(tmp_path, "no_media_urls: yes")}).no_media_urls
+
+
 @pytest.mark.parametrize("name", ["port", "max_model_len", "device", "gpu_memory_utilization", "api_key"])
 def test_every_source_names_the_setting_at_fault(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = "" if name == "api_key" else "nonsense"

@@ -32,6 +32,23 @@ class Bytes:
         return self.TEXTS[token].encode() if token in self.TEXTS else bytes([token])
 
 
+class Words(Bytes):
+    """Token 300 is a whole word."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"word" if token == 300 else super().token_bytes(token)
+
+
+def test_the_log_probability_of_a_token_that_a_stop_string_cuts_is_the_whole_tokens() -> None:
+    """The joined bytes then go beyond the text, by the rest of that one token."""
+    reader = AnswerDecoder(cast(Tokenizer, Words()), stop=["rd"])
+    tokens = [97, 300, 98]
+    scores = [TokenLogprobs(-float(place), []) for place in range(3)]
+    delta = reader.feed(TokenEvent(request_id="r", token_ids=tokens, logprobs=scores))
+    assert (delta.text, delta.finish_reason) == ("awo", "stop")
+    assert [scored.token_id for scored in delta.scored] == [97, 300]
+
+
 def decoder(**options: Any) -> AnswerDecoder:
     return AnswerDecoder(cast(Tokenizer, Bytes()), **options)
 
