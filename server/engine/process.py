@@ -60,6 +60,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._started: asyncio.Future[EngineInfo] | None = None
+        self._load_failed = False
         self._stopped = False
         self._last_heard = 0.0
         self._listener: asyncio.Task[None] | None = None
@@ -133,10 +134,10 @@ class EngineProcess:
 
     async def _end(self, process: BaseProcess) -> None:
         if not self.exited.is_set():
-            if self.ready_since is None:
-                process.terminate()  # it loads, and reads no messages
-            else:
+            if self.ready_since is not None:
                 self.post(Shutdown())
+            elif not self._load_failed:  # then it ends by itself, and tidies up
+                process.terminate()  # it loads, and reads no messages
             await self._wait_for_exit(process)
         process.join()
 
@@ -157,6 +158,7 @@ class EngineProcess:
                 case Ready(info):
                     self._settle_start(info)
                 case LoadFailed(text):
+                    self._load_failed = True
                     self._settle_start(EngineError(text))
                 case _:
                     self._receive(message)
