@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -95,6 +97,26 @@ def test_failures_before_the_first_token_have_a_status(script: Script, status: i
         assert response.status_code == status
         assert response.json()["error"]["code"] == code
         assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize(("script", "status"), [(is_full, 429), (stopped, 503)])
+def test_every_route_that_generates_says_to_come_again(script: Script, status: int) -> None:
+    app, _ = application(script)
+    picture = base64.b64decode(colour().partition(",")[2])
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [
+                await client.post("/v1/caption", files={"image": ("x.png", picture)}),
+                await client.post("/v1/responses", json={"model": MODEL, "input": "x"}),
+                await client.post("/v1/responses", json={"model": MODEL, "input": "x", "stream": True}),
+            ]
+
+    for response in asyncio.run(run()):
+        assert response.status_code == status
+        assert response.json()["error"]["code"] in ("queue_full", "aborted")
+        assert int(response.headers["retry-after"]) > 0
 
 
 @pytest.mark.parametrize(
