@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from model.tokenizer import GROUNDING_MARKERS, Tokenizer, TokenizerError
 
@@ -195,3 +196,11 @@ def test_published_tokenizers(name: str) -> None:
         markers = set(tokenizer.grounding_token_ids.values())
         if not any(tokenizer.is_special(id) and id not in markers for id in ids):
             assert tokenizer.encode(text) == ids
+
+
+@variants
+def test_plain_text_gives_the_ids_of_the_library_that_the_reference_uses(variant: str) -> None:
+    """transformers reads the same file; its special tokens in text are special there, so plain text is compared."""
+    library = PreTrainedTokenizerFast(tokenizer_file=str(GOLDENS / variant / "checkpoint" / "tokenizer.json"))
+    for text in ("Hi", "  two  spaces\n\nand lines\t", "1,234.5 €", "naïve 中文 🙂", "for i in range(10): x[i] += 'a'"):
+        assert TOKENIZERS[variant].encode(text) == library.encode(text, add_special_tokens=False)
