@@ -6,7 +6,7 @@ rotate through more memory than the cache holds; the floor is bytes over the ban
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / timed([lambda: torch.neg(source, out=target)], repeats=10)
 
 
-def timed(calls: list[Callable[[], object]], repeats: int = 20) -> float:
+def timed(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Median seconds of one call; the calls (the same work on different memory) are captured in one graph."""
     for call in calls:
         call()
