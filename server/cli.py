@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import secrets
 import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -146,16 +147,79 @@ def bench_offline(
     no checkpoint but its config.json."""
     from server.bench import Case, run_cases
 
-    size = image_size.split("x")
-    if len(size) != 2 or not all(part.isdecimal() and int(part) for part in size):
-        fail(f"--image-size: {image_size!r} is not WIDTHxHEIGHT, as in 800x600", code=2)
     cases = [
         Case(prompt_len=prompt, output_len=output, batch_size=batch, images=images)
         for prompt in prompt_len or [32]
         for output in output_len or [32]
         for batch in batch_size or [1]
     ]
-    run_cases(settings, cases, image_size=(int(size[0]), int(size[1])), repeats=repeats, as_json=json)
+    run_cases(settings, cases, image_size=_size("--image-size", image_size), repeats=repeats, as_json=json)
+
+
+@bench_app.command("serve")
+@with_settings
+def bench_serve(
+    settings: Settings,
+    base_url: BaseURL = None,
+    scenario: Annotated[
+        Literal["load", "idle", "arrivals"],
+        typer.Option(
+            help="load: clients that ask without a pause; idle: one client, each picture asked about twice; "
+            "arrivals: a running answer while many pictures come at once."
+        ),
+    ] = "load",
+    clients: Annotated[
+        str, typer.Option(help="How many ask at once, a run for each: 1,16,64 by default; for arrivals 16 pictures.")
+    ] = "",
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests a run; for idle its pictures, for arrivals its rounds. Default: some."),
+    ] = None,
+    pictures: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of each request's picture; none: text.")] = None,
+    picture_format: Annotated[Literal["jpeg", "png"], typer.Option(help="Their files.")] = "jpeg",
+    shared_pictures: Annotated[
+        int | None, typer.Option(min=1, help="So many pictures for all clients; by default each is new.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Asked about a picture by one client in a row.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="About how long the text of a question is.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answers, end of sentence ignored.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before each run that do not count.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 600.0,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write all figures into this file.")] = None,
+) -> None:
+    """Measure any server of the OpenAI API under load, from its clients' side.
+
+    What is asked is new in every run, so that no cache knows it; with --seed it is the same again.
+    """
+    from server.bench_serve import measure
+    from server.errors import StartupError
+    from server.load.questions import Form
+    from server.load.scenarios import BenchError, Plan
+
+    form = Form(
+        model="",  # the server says
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        temperature=temperature,
+        seed=settings.seed if "seed" in settings.model_fields_set else secrets.randbits(31),
+        ignore_eos=True,
+    )
+    plan = Plan(
+        form=form,
+        clients=_numbers("--clients", clients),
+        requests=requests,
+        picture_size=None if pictures is None else _size("--pictures", pictures),
+        picture_format=picture_format,
+        shared_pictures=shared_pictures,
+        questions=questions,
+        warmup=warmup,
+        timeout_s=timeout,
+    )
+    try:
+        measure(settings, plan, scenario=scenario, base_url=base_url, json_file=json)
+    except (StartupError, BenchError) as error:
+        fail(str(error))
 
 
 @bench_app.command("soak")
@@ -177,6 +241,22 @@ def bench_soak(
         fail(str(error))
     if not well:
         raise typer.Exit(1)
+
+
+def _size(option: str, text: str) -> tuple[int, int]:
+    """(width, height) out of `800x600`."""
+    size = text.split("x")
+    if len(size) != 2 or not all(part.isdecimal() and int(part) for part in size):
+        fail(f"{option}: {text!r} is not WIDTHxHEIGHT, as in 800x600", code=2)
+    return int(size[0]), int(size[1])
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive numbers parted by commas, none in an empty text."""
+    parts = text.split(",") if text else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        fail(f"{option}: {text!r} is not a list of numbers, as in 1,16,64", code=2)
+    return tuple(map(int, parts))
 
 
 @app.command()
