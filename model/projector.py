@@ -2,9 +2,9 @@
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.patches import merge_patches
 from model.config import ProjectorConfig
 
 
@@ -21,13 +21,6 @@ class Projector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        tokens: Tensor = self.layers(self._merge(features))
-        return tokens
-
-    def _merge(self, features: Tensor) -> Tensor:
-        """Neighbouring ratio x ratio patches become one row, channel-major; the grid is padded bottom and right."""
         side = math.isqrt(features.shape[1])
-        padding = -side % self.downsample_ratio
-        grid = features.transpose(1, 2).unflatten(-1, (side, side))
-        grid = F.pad(grid, (0, padding, 0, padding))
-        return F.unfold(grid, kernel_size=self.downsample_ratio, stride=self.downsample_ratio).transpose(1, 2)
+        tokens: Tensor = self.layers(merge_patches(features, side, self.downsample_ratio))
+        return tokens

@@ -1,10 +1,17 @@
-"""The SigLIP vision tower: a 384x384 tile to 27x27 patch features. All blocks and the final norm; no pooling head."""
+"""The SigLIP vision tower: a 384x384 tile to 27x27 patch features. All blocks and the final norm; no pooling head.
+
+The residual stream lacks the biases of the projections that are added to it: the products then add themselves, and each
+norm adds the sum of the biases before it, which is the same for all patches.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.vision import normalize_tiles, vision_attention
+from kernels.layer_norm import layer_norm
+from kernels.linear import add_linear_, linear_gelu
+from kernels.patches import tile_patches
+from kernels.vision import vision_attention
 from model.config import VisionConfig
 
 LAYER_NORM_EPS = 1e-6
@@ -15,43 +22,59 @@ class VisionTower(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        self.patch_size = config.patch_size
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Parameter(torch.empty(1, config.patches_per_side**2, config.width))
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.norm = LayerNorm(config.width)
 
     def forward(self, tiles: Tensor) -> Tensor:
-        pixels = normalize_tiles(tiles, self.pos_embed.dtype)
-        return self.forward_pixels(pixels)
+        return self.forward_patches(tile_patches(tiles, self.patch_size, self.pos_embed.dtype))
 
-    def forward_pixels(self, pixels: Tensor) -> Tensor:
-        """As `forward`, from values already normalised to [-1, 1]."""
-        hidden_states = self.patch_embed(pixels) + self.pos_embed
+    def forward_patches(self, patches: Tensor) -> Tensor:
+        """As `forward`, from rows of pixels already normalised (kernels/patches.py)."""
+        stream = self.patch_embed(patches, self.pos_embed)
+        offsets = self._bias_sums()
+        for index, block in enumerate(self.blocks):
+            stream = block(stream, offsets[2 * index], offsets[2 * index + 1])
+        normed: Tensor = self.norm(stream.flatten(0, 1), offsets[-1])
+        return normed.view_as(stream)
+
+    def _bias_sums(self) -> Tensor:
+        """float32 [2 * layers + 1, width]: the biases that the stream lacks before each norm."""
+        biases: list[Tensor] = [self.patch_embed.bias]
         for block in self.blocks:
-            hidden_states = block(hidden_states)
-        normed: Tensor = self.norm(hidden_states)
-        return normed
+            assert isinstance(block, VisionBlock)
+            biases += [block.attn.proj.bias, block.mlp.fc2.bias]
+        return torch.stack(biases).cumsum(0, dtype=torch.float32)
+
+
+class LayerNorm(nn.Module):
+    """Norm of rows [rows, width] of a stream that lacks `offset`, float32 [width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, rows: Tensor, offset: Tensor) -> Tensor:
+        return layer_norm(rows, offset, self.weight, self.bias, LAYER_NORM_EPS)
 
 
 class PatchEmbed(nn.Module):
-    """Pixels [n, 3, side, side] to patch embeddings [n, patches, width], row by row.
-
-    A convolution whose stride is its width is one matrix product over the patches; what is left of the picture at
-    the right and bottom is dropped, as the convolution does.
-    """
+    """A convolution whose stride is its width, which is one matrix product over the patches."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.width, 3, config.patch_size, config.patch_size))
         self.bias = nn.Parameter(torch.empty(config.width))
-        self.side = config.patches_per_side
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        size = self.weight.shape[-1]
-        kept = pixels[..., : self.side * size, : self.side * size]
-        grid = kept.unflatten(3, (self.side, size)).unflatten(2, (self.side, size))
-        patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+    def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
+        """Rows of patches [n * patches, columns] and positions [1, patches, width] to their sum, without the bias."""
+        stream = positions.repeat(len(patches) // positions.shape[1], 1, 1)
+        weight = self.weight.flatten(1)
+        add_linear_(stream.flatten(0, 1), patches, F.pad(weight, (0, patches.shape[1] - weight.shape[1])))
+        return stream
 
 
 class VisionBlock(nn.Module):
@@ -59,15 +82,17 @@ class VisionBlock(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.norm1 = LayerNorm(config.width)
         self.attn = VisionAttention(config)
-        self.norm2 = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.norm2 = LayerNorm(config.width)
         self.mlp = VisionMLP(config)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = hidden_states + self.attn(self.norm1(hidden_states))
-        output: Tensor = hidden_states + self.mlp(self.norm2(hidden_states))
-        return output
+    def forward(self, stream: Tensor, before_attention: Tensor, before_mlp: Tensor) -> Tensor:
+        """Adds to `stream` [n, patches, width] in place; the offsets are what it lacks before each norm."""
+        rows = stream.flatten(0, 1)
+        self.attn.add(rows, self.norm1(rows, before_attention).view_as(stream))
+        self.mlp.add(rows, self.norm2(rows, before_mlp))
+        return stream
 
 
 class VisionAttention(nn.Module):
@@ -77,9 +102,10 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = self.proj(vision_attention(self.qkv(hidden_states), self.heads))
-        return output
+    def add(self, stream: Tensor, normed: Tensor) -> None:
+        """Adds the attention of `normed` [n, patches, width], without the last bias, to stream [n * patches, width]."""
+        attended = vision_attention(self.qkv(normed), self.heads)
+        add_linear_(stream, attended.flatten(0, 1), self.proj.weight)
 
 
 class VisionMLP(nn.Module):
@@ -88,6 +114,6 @@ class VisionMLP(nn.Module):
         self.fc1 = nn.Linear(config.width, config.mlp_width)
         self.fc2 = nn.Linear(config.mlp_width, config.width)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = self.fc2(F.gelu(self.fc1(hidden_states), approximate="tanh"))
-        return output
+    def add(self, stream: Tensor, normed: Tensor) -> None:
+        """Adds the MLP of `normed`, without the last bias, to `stream`, both [n * patches, width]."""
+        add_linear_(stream, linear_gelu(normed, self.fc1.weight, self.fc1.bias), self.fc2.weight)

@@ -31,6 +31,7 @@ from server.engine.request import (
 )
 from server.engine.sampler import Sampled, Sampler
 from server.engine.scheduler import Chunk, EncodeTiles, StepPlan
+from server.engine.vision_graphs import VisionGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Runner:
         self._features: dict[bytes, PictureFeatures] = {}  # by the picture's key
         self.kv_cache: list[Tensor] = []
         self.graphs: DecodeGraphs | None = None
+        self.vision_graphs: VisionGraphs | None = None
 
         positions = language.max_position_embeddings
         max_model_len = config.max_model_len or positions
@@ -87,6 +89,8 @@ class Runner:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
         self._take_pages(self.num_pages)
         self.graphs = self._capture_graphs(max_model_len)
+        if self.device.type == "cuda":
+            self.vision_graphs = VisionGraphs(self.model, tile_budget=config.vision_tile_budget, progress=True)
         self.info = EngineInfo(
             max_model_len=min(max_model_len, self.num_pages * PAGE_SIZE),
             max_num_seqs=config.max_num_seqs,
@@ -138,6 +142,8 @@ class Runner:
         Raises torch.OutOfMemoryError when a single tile is too much.
         """
         try:
+            if self.vision_graphs is not None:
+                return self.vision_graphs.run(tiles)
             features: Tensor = self.model.encode_tiles(tiles.to(self.device))
             return features
         except torch.OutOfMemoryError:

@@ -10,7 +10,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import activation, head_linear, latent_write, mha_decode, mla_decode, moe, norm, router
+from kernels import (
+    activation,
+    head_linear,
+    latent_write,
+    layer_norm,
+    mha_decode,
+    mla_decode,
+    moe,
+    norm,
+    patches,
+    router,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -29,6 +40,8 @@ POINTERS = {
     "places": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
+    "offset": "*fp32",
+    "tiles": "*u8",
 }
 BF16 = "*bf16"
 NUMBERS = {"scale": "fp32", "eps": "fp32", "scaling_factor": "fp32"}
@@ -65,6 +78,12 @@ def main() -> None:
     for add in (True, False):
         arrays = ["rows", "residual", "weight", "out", "total"]
         compile_kernel(norm._norm, {"BLOCK": 2048, "ADD": add}, arrays, num_warps=8)
+    pdl = {"PDL": True}
+    compile_kernel(layer_norm._layer_norm, {"BLOCK": 2048} | pdl, ["x", "weight", "bias", "y"], num_warps=4)
+    shape = {"HEIGHT": 384, "WIDTH": 384, "SIZE": 14, "COLUMNS": 592, "BLOCK": 2048}
+    compile_kernel(patches._tile_patches, shape | pdl, ["out"], num_warps=8)
+    shape = {"SIDE": 27, "MERGED": 14, "RATIO": 2, "BLOCK": 1024}
+    compile_kernel(patches._merge_patches, shape | pdl, ["features", "out"], num_warps=4)
     POINTERS["weight"] = "*fp32"  # of the router, which is float32
     compile_kernel(router._logits, {"EXPERTS": 8, "CHUNK": 512}, ["hidden"], num_warps=4)
     for softmax in (True, False):

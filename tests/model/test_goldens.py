@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kernels.vision import normalize_tiles
+from kernels.patches import normalize_tiles
 from model.batch import PAGE_SIZE, Batch, Chunk, build_batch
 from model.checkpoint import load_model
 from model.prompt import Message, Prompt, build_chat_prompt

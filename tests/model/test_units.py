@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kernels.moe import moe_experts
 from kernels.norm import rms_norm
+from kernels.patches import unfold_pixels
 from kernels.rope_cache import apply_rope_half, apply_rope_interleaved, rope_frequencies, rope_tables
 from kernels.router import route
 from model.attention import LatentAttention, MultiHeadAttention
@@ -186,17 +187,22 @@ def test_low_rank_query_equals_the_reference() -> None:
         assert_near(run_attention(attention, config, unit["in"][0], empty_cache(config), 0), unit["out"][0])
 
 
+@torch.inference_mode()
 def test_vision_parts_equal_the_reference(models: dict[str, DeepseekVL2]) -> None:
     tower = models["mha"].vision
+    block = tower.blocks[0]
+    nothing, last_bias = torch.zeros_like(block.attn.proj.bias), block.mlp.fc2.bias
     for unit in ("siglip_block", "siglip_block_small"):
-        assert_near(tower.blocks[0](TENSORS[f"{unit}/in"]), TENSORS[f"{unit}/out"])
+        out = block(TENSORS[f"{unit}/in"].clone(), nothing, block.attn.proj.bias)
+        assert_near(out + block.attn.proj.bias + last_bias, TENSORS[f"{unit}/out"])
     pixels = torch.from_numpy(
         np.random.RandomState(5).standard_normal((1, 3, 384, 384)).astype(np.float32) * np.float32(0.5)
     )
     positions = UNITS["patch_embed_positions"]
-    embedded = tower.patch_embed(pixels) + tower.pos_embed
+    patches = unfold_pixels(pixels, tower.patch_size)
+    embedded = tower.patch_embed(patches, tower.pos_embed) + tower.patch_embed.bias
     assert_near(embedded[:, positions], TENSORS["patch_embed/out_sampled"])
-    assert_near(tower.forward_pixels(pixels)[:, positions], TENSORS["vision/out_sampled"], atol=3e-5)
+    assert_near(tower.forward_patches(patches)[:, positions], TENSORS["vision/out_sampled"], atol=3e-5)
 
 
 @pytest.mark.parametrize("unit", ["projector_5x5", "projector_6x6"])
