@@ -51,7 +51,7 @@ class FakeDevice:
     tokens_computed: int = 0
     tiles_encoded: int = 0
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[int]:
         for key in plan.dropped_pictures:
             self.pictures.pop(key, None)
         for encode in plan.encodes:
@@ -129,7 +129,10 @@ def make_request(
 def run_step(scheduler: Scheduler, device: FakeDevice) -> StepPlan:
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.commit(plan, device.run(plan))
+    tokens = device.run(plan)
+    scheduler.launch(plan)
+    for chunk, token in zip(plan.sampled_chunks, tokens, strict=True):
+        scheduler.commit(chunk, token)
     scheduler.check_integrity()
     return plan
 
