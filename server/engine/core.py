@@ -287,8 +287,8 @@ class Engine:
         """Run a step that failed as a whole for each of its requests alone; nothing else is in flight."""
         events: list[TokenEvent] = []
         for request in plan.requests:
-            if not plan.holds_for(request):
-                continue  # it has ended, or is planned anew
+            if request.status is Status.FINISHED:
+                continue  # with the step before
             try:
                 self._launch(plan.alone(request))
                 step = self._in_flight.pop()

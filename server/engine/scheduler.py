@@ -108,11 +108,6 @@ class StepPlan:
             encodes=[e for e in self.encodes if e.picture.key in keys and e.last > e.picture.encoded_tiles],
         )
 
-    def holds_for(self, request: Request) -> bool:
-        """Whether the request is still where the plan found it."""
-        starts = [chunk.start for chunk in self.chunks if chunk.request is request]
-        return request.status is Status.RUNNING and all(start == request.num_computed for start in starts)
-
     def encoded_tiles(self, picture: Picture) -> int:
         """How many tiles of a picture are encoded once the step is done."""
         planned = [encode.last for encode in self.encodes if encode.picture is picture]
@@ -240,13 +235,15 @@ class Scheduler:
             request.row = row
 
     def undo(self, plan: StepPlan) -> None:
-        """Take `launch` back, but for pages and tiles, which are written; steps launched after it come first."""
+        """Take `launch` back, but for the names of pages and for tiles: what they stand for is written all the same.
+
+        Steps launched after it come first. None of its requests has been preempted since (see `needs_outcome`).
+        """
         for chunk in plan.chunks:
             request = chunk.request
             if request.status is Status.FINISHED:
                 continue
-            # A request that has been preempted since, and perhaps admitted anew, may stand before the chunk.
-            request.num_computed = min(request.num_computed, chunk.start)
+            request.num_computed = chunk.start
             if chunk.samples:
                 request.token_ids.pop()
                 request.num_pending -= 1
@@ -353,8 +350,11 @@ class Scheduler:
         return request.page_keys[request.num_named :]
 
     def _name_pages(self, request: Request) -> None:
-        """Make the pages known that are filled with known tokens, computed or about to be."""
-        filled = min(request.num_computed, request.num_known) // self.pool.page_size
+        """Make the pages known that are filled, now or once the device is done.
+
+        To be called when a prefill is launched or a token committed: then no token of these pages is pending.
+        """
+        filled = request.num_computed // self.pool.page_size
         if self.keys is None or filled <= request.num_named:
             return
         self.keys.extend(request)
