@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.batch import Batch
+from model.batch import Batch, upload
 from model.config import ModelConfig
 from model.image import image_layout
 from model.language import LanguageModel
@@ -33,7 +33,7 @@ class DeepseekVL2(nn.Module):
 
         features [1 + columns * rows, 196, hidden_size]: the global view's, then the local tiles' row by row.
         """
-        layout = torch.from_numpy(image_layout(columns, rows).astype("int64")).to(features.device)
+        (layout,) = upload([image_layout(columns, rows).astype("int64")], features.device)
         flat = features.flatten(0, 1)
         table = torch.cat((flat, self.image_newline[None], self.view_separator[None]))
         # The layout's -1 (newline) and -2 (separator) follow the features in the table.

@@ -7,6 +7,7 @@ numbers only: bytes that a user sent are decoded elsewhere. Logs name requests, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 from collections import deque
@@ -350,6 +351,7 @@ def serve(config: EngineConfig, address: str) -> int:
             engine.info.max_model_len,
             engine.info.kv_cache_tokens,
         )
+        gc.freeze()  # what is loaded stays: a full collection that walks through it all would hold a step up
         link.send(Ready(engine.info))
         try:
             _loop(engine, link)

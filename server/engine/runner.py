@@ -226,6 +226,8 @@ class Runner:
         if configured is not None:
             return _pages_for(configured)
         free, total = torch.cuda.mem_get_info(self.device)
+        gib = (step_bytes / 2**30, graph_bytes / 2**30)
+        logger.info("measured: %.2f GiB for the largest step, %.2f GiB for decode graphs", *gib)
         used = total - free + step_bytes + graph_bytes + self.vision_cache_slots(max_model_len) * self.slot_bytes
         budget = total * self.config.gpu_memory_utilization - used
         pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
