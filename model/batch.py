@@ -7,12 +7,19 @@ sequence after the other. A sequence's cached tokens lie in pages of PAGE_SIZE t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 PAGE_SIZE = 64
 """Tokens in a page of the cache."""
+_ALIGNMENT = 16
+"""Bytes: kernels are compiled for addresses that are multiples of it, and would be compiled anew for others."""
+
+_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -96,55 +103,75 @@ def build_batch(
         raise ValueError(
             f"{len(image_rows)} image rows for {0 if image_embeds is None else len(image_embeds)} embeddings"
         )
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     for chunk in (*decodes, *prefills):
-        token_ids.extend(chunk.token_ids)
-        positions.extend(range(chunk.start, chunk.end))
-        slots.extend(_slots(chunk, chunk.start))
+        if not chunk.token_ids:
+            raise ValueError("a chunk needs at least one token")
+        if len(chunk.pages) * PAGE_SIZE < chunk.end:
+            raise ValueError(f"{len(chunk.pages)} pages cannot hold {chunk.end} tokens")
+    key_slots = [_slots(chunk) for chunk in prefills]
+    starts = np.array([chunk.start for chunk in decodes], dtype=np.int64)
+    last_pages = np.array([chunk.pages[chunk.start // PAGE_SIZE] for chunk in decodes], dtype=np.int64)
+    query_lens = [len(chunk.token_ids) for chunk in prefills]
+    key_lens = [chunk.end for chunk in prefills]
+    arrays: list[npt.NDArray[Any]] = [
+        np.concatenate([np.array(chunk.token_ids, dtype=np.int64) for chunk in (*decodes, *prefills)] or [starts]),
+        np.concatenate([starts, *(np.arange(chunk.start, chunk.end) for chunk in prefills)]),
+        np.concatenate(
+            [
+                last_pages * PAGE_SIZE + starts % PAGE_SIZE,
+                *(slots[chunk.start :] for slots, chunk in zip(key_slots, prefills, strict=True)),
+            ]
+        ),
+        np.array(logits_rows, dtype=np.int64),
+        np.array(image_rows, dtype=np.int64),
+        np.concatenate([starts[:0], *key_slots]),
+        _running_sum(query_lens),
+        _running_sum(key_lens),
+        (starts + 1).astype(np.int32),
+        _block_table(decodes),
+    ]
+    token_ids, positions, slots, wanted, images, keys, cu_query_lens, cu_key_lens, context_lens, block_table = upload(
+        arrays, device
+    )
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        decode=_decode_rows(decodes, device) if decodes else None,
-        prefill=_prefill_rows(prefills, device) if prefills else None,
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64, device=device),
-        image_rows=torch.tensor(image_rows, dtype=torch.int64, device=device) if image_rows else None,
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        decode=DecodeRows(block_table, context_lens) if decodes else None,
+        prefill=PrefillRows(query_lens, key_lens, cu_query_lens, cu_key_lens, keys) if prefills else None,
+        logits_rows=wanted,
+        image_rows=images if image_rows else None,
         image_embeds=image_embeds,
     )
 
 
-def _slots(chunk: Chunk, first: int) -> list[int]:
-    """Cache rows of the sequence's tokens from position `first` to the chunk's end."""
-    if not chunk.token_ids:
-        raise ValueError("a chunk needs at least one token")
-    if len(chunk.pages) * PAGE_SIZE < chunk.end:
-        raise ValueError(f"{len(chunk.pages)} pages cannot hold {chunk.end} tokens")
-    return [chunk.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(first, chunk.end)]
+def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on `device`, by one copy that the host does not wait for."""
+    offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    # Pinned memory is not handed out again before the copy from it is done.
+    staging = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = staging.numpy()
+    for offset, array in zip(offsets, arrays, strict=False):
+        staged[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = staging.to(device, non_blocking=True)
+    return [
+        there[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for offset, array in zip(offsets, arrays, strict=False)
+    ]
 
 
-def _decode_rows(decodes: Sequence[Chunk], device: torch.device) -> DecodeRows:
-    width = max(len(chunk.pages) for chunk in decodes)
-    table = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in decodes]
-    return DecodeRows(
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
-        context_lens=torch.tensor([chunk.end for chunk in decodes], dtype=torch.int32, device=device),
-    )
+def _slots(chunk: Chunk) -> _Integers:
+    """Cache rows of the sequence's tokens up to the chunk's end."""
+    pages = np.array(chunk.pages, dtype=np.int64)
+    return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[: chunk.end]
 
 
-def _prefill_rows(prefills: Sequence[Chunk], device: torch.device) -> PrefillRows:
-    query_lens = [len(chunk.token_ids) for chunk in prefills]
-    key_lens = [chunk.end for chunk in prefills]
-    key_slots = [slot for chunk in prefills for slot in _slots(chunk, 0)]
-    return PrefillRows(
-        query_lens=query_lens,
-        key_lens=key_lens,
-        cu_query_lens=_running_sum(query_lens, device),
-        cu_key_lens=_running_sum(key_lens, device),
-        key_slots=torch.tensor(key_slots, dtype=torch.int64, device=device),
-    )
+def _block_table(decodes: Sequence[Chunk]) -> npt.NDArray[np.int32]:
+    table = np.zeros((len(decodes), max((len(chunk.pages) for chunk in decodes), default=0)), dtype=np.int32)
+    for row, chunk in zip(table, decodes, strict=True):
+        row[: len(chunk.pages)] = chunk.pages
+    return table
 
 
-def _running_sum(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(dtype=torch.int32, device=device)
+def _running_sum(lengths: list[int]) -> npt.NDArray[np.int32]:
+    return np.cumsum([0, *lengths], dtype=np.int32)

@@ -53,10 +53,11 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Logits, float32 [R, vocab_size], of the batch's `logits_rows`; writes the step's rows into `kv_cache`.
 
-        kv_cache: one tensor a layer, [pages, PAGE_SIZE, kv_row_size], in the model's dtype.
+        kv_cache: one tensor a layer, [pages, PAGE_SIZE, kv_row_size], in the model's dtype. `out` takes the logits, if
+        given.
         """
         hidden_states = self.embed_tokens(batch.token_ids)
         if batch.image_rows is not None and batch.image_embeds is not None:
@@ -67,4 +68,4 @@ class LanguageModel(nn.Module):
             hidden_states, residual = layer(hidden_states, residual, rotary, batch, layer_cache)
         normed, _ = self.norm.add(hidden_states[batch.logits_rows], residual[batch.logits_rows])
         logits: Tensor = self.lm_head(normed)
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.batch import Batch
+from model.batch import Batch, upload
 from model.config import ModelConfig
 from model.image import image_layout
 from model.language import LanguageModel
@@ -33,13 +33,13 @@ class DeepseekVL2(nn.Module):
 
         features [1 + columns * rows, 196, hidden_size]: the global view's, then the local tiles' row by row.
         """
-        layout = torch.from_numpy(image_layout(columns, rows).astype("int64")).to(features.device)
+        (layout,) = upload([image_layout(columns, rows).astype("int64")], features.device)
         flat = features.flatten(0, 1)
         table = torch.cat((flat, self.image_newline[None], self.view_separator[None]))
         # The layout's -1 (newline) and -2 (separator) follow the features in the table.
         return table[torch.where(layout < 0, len(flat) - 1 - layout, layout)]
 
-    def forward(self, batch: Batch, kv_cache: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Logits, float32 [R, vocab_size]; see LanguageModel.forward."""
-        logits: Tensor = self.language(batch, kv_cache)
+        logits: Tensor = self.language(batch, kv_cache, out)
         return logits

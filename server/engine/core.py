@@ -7,9 +7,12 @@ numbers only: bytes that a user sent are decoded elsewhere. Logs name requests, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -42,12 +45,13 @@ from server.engine.request import (
     RequestImage,
     RequestRejected,
     Shutdown,
+    Status,
     Submit,
     ToEngine,
     TokenEvent,
 )
 from server.engine.runner import Runner
-from server.engine.sampler import SampledToken
+from server.engine.sampler import Sampled, SampledToken
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.structured import GrammarCompiler, Guide
 from server.engine.vision_cache import VisionCache, VisionCacheError
@@ -58,8 +62,20 @@ FATAL_EXIT_CODE = 70
 COMPILE_WAIT_S = 0.01  # how long an engine with nothing else to do waits for a grammar before it looks around
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that the device has been given, and whose tokens the host has not seen."""
+
+    plan: StepPlan
+    sampled: Sampled
+
+
 class Engine:
-    """add_request, step until has_work is false, abort at any time between two steps."""
+    """add_request, step until has_work is false, abort at any time between two steps.
+
+    Where the runner works aside (`runs_ahead`), one step is always in flight: each call of `step` plans and launches
+    the next one before it waits for the tokens of the one before, so that the device never waits for the host.
+    """
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         """Loads the model, unless a runner that has it is given. Raises what loading raises."""
@@ -80,12 +96,13 @@ class Engine:
             eos_token_id=self.info.eos_token_id,
         )
         self.compiler = _make_compiler(self.runner.folder, self.info.vocab_size, self.info.eos_token_id)
+        self._in_flight: deque[InFlight] = deque()  # at most one between two calls of step
         self._steps = self._step_sequences = self._prompt_tokens = self._generated_tokens = self._tiles = 0
         self._aborted_requests = self._failed_requests = self._integrity_errors = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests or self._in_flight)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestRejected, with the reason, for one that cannot be served (QueueFull: now)."""
@@ -122,24 +139,31 @@ class Engine:
         return TokenEvent(request_id=request_id, finish_reason="abort")
 
     def step(self) -> list[TokenEvent]:
-        """Run one step: at most one token for each running request.
+        """Launch a step, and tell what the one before it brought (or this one, where the runner does not run ahead).
 
-        A step that raises is run again request by request, so that only those it fails for end with
-        finish_reason "error". Raises torch.AcceleratorError when the device itself is lost.
+        At most one token for each running request. A step that raises is run again request by request, so that only
+        those it fails for end with finish_reason "error". Raises torch.AcceleratorError when the device itself is
+        lost.
         """
         events = self._settle_grammars()
+        if self._in_flight and self.scheduler.needs_outcome(self._in_flight[0].plan):
+            events += self._land()
         plan = self.scheduler.schedule()
-        if plan is None:
-            return events
-        self._steps += 1
-        self._step_sequences += len(plan.requests)
-        try:
-            sampled = self._compute(plan)
-        except Exception as error:
-            _raise_if_device_is_lost(error)
-            logger.exception("a step of %d requests failed, running them one by one", len(plan.requests))
-            return events + [event for request in plan.requests for event in self._run_alone(plan, request)]
-        return events + self._commit(plan, sampled)
+        if plan is not None:
+            self._steps += 1
+            self._step_sequences += len(plan.requests)
+            try:
+                self._launch(plan)
+            except Exception as error:
+                _raise_if_device_is_lost(error)
+                logger.exception("a step of %d requests failed, running them one by one", len(plan.requests))
+                while self._in_flight:
+                    events += self._land()  # what was launched before is not to blame
+                return events + self._run_one_by_one(plan)
+        stays = 1 if plan is not None and self.runner.runs_ahead else 0
+        while len(self._in_flight) > stays:
+            events += self._land()
+        return events
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -209,47 +233,74 @@ class Engine:
             self._fail(request, guide.error, unservable=True) for request, guide in guided if guide.error is not None
         ]
 
-    def _compute(self, plan: StepPlan) -> list[SampledToken | None]:
-        return self.runner.execute(plan).sampled.collect()
-
-    def _commit(self, plan: StepPlan, sampled: list[SampledToken | None]) -> list[TokenEvent]:
-        """Enter a step's outcome in the books and turn it into events."""
+    def _launch(self, plan: StepPlan) -> None:
+        """Give the device a step. If that raises, nothing has been entered in the books."""
+        sampled = self.runner.execute(plan).sampled
+        self.scheduler.launch(plan)
+        self._in_flight.append(InFlight(plan, sampled))
         self._tiles += sum(encode.last - encode.first for encode in plan.encodes)
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.prefills)
-        sampled = [_follow(request, token) for request, token in zip(plan.sampled, sampled, strict=True)]
-        self.scheduler.commit(plan, [None if token is None else token.token_id for token in sampled])
+
+    def _land(self) -> list[TokenEvent]:
+        """Wait for the earliest step in flight and enter its outcome in the books."""
+        step = self._in_flight[0]
+        try:
+            sampled = step.sampled.collect()
+        except Exception as error:
+            _raise_if_device_is_lost(error)
+            logger.exception("a step of %d requests failed, running them one by one", len(step.plan.requests))
+            while self._in_flight:  # one after it had nothing to build on: it is planned anew
+                self.scheduler.undo(self._in_flight.pop().plan)
+            return self._run_one_by_one(step.plan)
+        self._in_flight.popleft()
+        return self._commit(step.plan, sampled)
+
+    def _commit(self, plan: StepPlan, sampled: list[SampledToken | None]) -> list[TokenEvent]:
+        """Enter the tokens of a step and turn them into events."""
         events = []
-        for request, token in zip(plan.sampled, sampled, strict=True):
-            if token is None:
+        for chunk, token in zip(plan.sampled_chunks, sampled, strict=True):
+            request = chunk.request
+            if request.status is Status.FINISHED:
+                continue  # aborted meanwhile, or ended by the token before this one
+            if token is None or not _follows_grammar(request, token):
                 lost = request.guide.error if request.guide is not None else None
                 message = lost or "the model's logits are not finite numbers"
                 events.append(self._fail(request, message, unservable=lost is not None))
                 continue
-            self._generated_tokens += 1
-            reason = request.finish_reason(self.info.eos_token_id)
+            reason = self.scheduler.commit(chunk, token.token_id)
             if reason is not None:
                 self.runner.forget(request.request_id)
+            self._generated_tokens += 1
+            first = chunk.end == request.num_prompt
             events.append(
                 TokenEvent(
                     request_id=request.request_id,
                     token_ids=[token.token_id],
                     logprobs=None if token.logprobs is None else [token.logprobs],
                     finish_reason=reason,
-                    queue_s=request.queue_s if request.num_generated == 1 else None,
-                    cached_tokens=request.num_cached if request.num_generated == 1 else None,
+                    queue_s=request.queue_s if first else None,
+                    cached_tokens=request.num_cached if first else None,
                 )
             )
         return events
 
-    def _run_alone(self, plan: StepPlan, request: Request) -> list[TokenEvent]:
-        part = plan.alone(request)
-        try:
-            sampled = self._compute(part)
-        except Exception as error:
-            _raise_if_device_is_lost(error)
-            logger.exception("request %s failed", request.request_id)
-            return [self._fail(request, f"{type(error).__name__}: {error}")]
-        return self._commit(part, sampled)
+    def _run_one_by_one(self, plan: StepPlan) -> list[TokenEvent]:
+        """Run a step that failed as a whole for each of its requests alone; nothing else is in flight."""
+        events: list[TokenEvent] = []
+        for request in plan.requests:
+            if request.status is Status.FINISHED:
+                continue  # with the step before
+            try:
+                self._launch(plan.alone(request))
+                step = self._in_flight.pop()
+                sampled = step.sampled.collect()
+            except Exception as error:
+                _raise_if_device_is_lost(error)
+                logger.exception("request %s failed", request.request_id)
+                events.append(self._fail(request, f"{type(error).__name__}: {error}"))
+                continue
+            events += self._commit(step.plan, sampled)
+        return events
 
     def _fail(self, request: Request, message: str, *, unservable: bool = False) -> TokenEvent:
         self.scheduler.finish(request.request_id, spoiled=True)
@@ -265,11 +316,9 @@ def _make_compiler(folder: Path, vocab_size: int, eos_token_id: int) -> GrammarC
     return GrammarCompiler(lambda: Tokenizer.from_folder(folder), vocab_size, eos_token_id)
 
 
-def _follow(request: Request, token: SampledToken | None) -> SampledToken | None:
-    """The token, once the request's guide has stepped over it; None if there is none, or none that fits."""
-    if token is None or request.guide is None or request.guide.advance(token.token_id):
-        return token
-    return None
+def _follows_grammar(request: Request, token: SampledToken) -> bool:
+    """Step over the token with the request's guide, if it has one; False if it does not fit."""
+    return request.guide is None or request.guide.advance(token.token_id)
 
 
 def _raise_if_device_is_lost(error: Exception) -> None:
@@ -302,6 +351,7 @@ def serve(config: EngineConfig, address: str) -> int:
             engine.info.max_model_len,
             engine.info.kv_cache_tokens,
         )
+        gc.freeze()  # what is loaded stays: a full collection that walks through it all would hold a step up
         link.send(Ready(engine.info))
         try:
             _loop(engine, link)

@@ -1,25 +1,38 @@
 """CUDA graphs of decode steps, one for each of a few batch sizes; a step is padded up to the next of them.
 
 A graph replays the whole forward pass of a step in one launch, so that the device never waits for Python. It
-reads its inputs from one buffer, filled by one copy; padding rows have no cached tokens and write their cache
-row into a page that belongs to no sequence.
+reads its inputs from one buffer; padding rows have no cached tokens and write their cache row into a page that
+belongs to no sequence. The buffer lies twice: on the device, and in pinned host memory, whence one copy a step goes:
+
+    last tokens   int64 [most]             on the device only: what the step before chose, `last_tokens`
+    token ids     int64 [most]             what the host knows
+    sources       int64 [most]             where in the two above, read as one, a row's token stands
+    positions     int64 [most]
+    slots         int64 [most]
+    lengths       int32 [most]
+    block table   int32 [most, max_pages]  copied only when a sequence got a page or rows changed hands
+
+The graphs share one pool of memory, since only one runs at a time, and one tensor for the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from model.batch import PAGE_SIZE, Batch, Chunk, DecodeRows
+from model.batch import PAGE_SIZE, Batch, DecodeRows
 from model.vl2 import DeepseekVL2
+from server.engine.request import Request
+from server.engine.scheduler import Chunk
 
 _HEAD = 4
-"""Numbers of a row beside its pages: token id, position, slot, context length."""
+"""Rows of int64 that the host fills: token ids, sources, positions, slots."""
 
 
 @dataclass(frozen=True)
@@ -29,85 +42,166 @@ class _Captured:
     logits: Tensor
 
 
+class _Inputs:
+    """The device's side of the buffer, for up to `most` rows (a multiple of 4, so that all of it is aligned)."""
+
+    def __init__(self, most: int, max_pages: int, device: torch.device) -> None:
+        self.most = most
+        self.max_pages = max_pages
+        self.first_staged = 2 * most
+        self.end_of_lengths = (2 + 2 * _HEAD + 1) * most
+        self.words = torch.zeros(self.end_of_lengths + most * max_pages, dtype=torch.int32, device=device)
+        numbers = self.words[: 2 * (1 + _HEAD) * most].view(torch.int64)
+        self.tokens = numbers[: 2 * most]
+        self.last_tokens = numbers[:most]
+        self.sources, self.positions, self.slots = numbers[2 * most :].view(_HEAD - 1, most)
+        self.lengths = self.words[self.end_of_lengths - most : self.end_of_lengths]
+        self.table = self.words[self.end_of_lengths :].view(most, max_pages)
+        self.rows = torch.arange(most, device=device)
+
+
+class _Staging:
+    """The host's side of the buffer, in pinned memory; `copied` is recorded behind each copy from it."""
+
+    def __init__(self, inputs: _Inputs) -> None:
+        memory = torch.zeros(len(inputs.words) - inputs.first_staged, dtype=torch.int32, pin_memory=True)
+        self.memory = memory
+        self.copied = torch.cuda.Event()
+        most, words = inputs.most, memory.numpy()
+        self.token_ids, self.sources, self.positions, self.slots = (
+            words[: 2 * _HEAD * most].view(np.int64).reshape(_HEAD, most)
+        )
+        self.lengths = words[2 * _HEAD * most :][:most]
+        self.table = words[(2 * _HEAD + 1) * most :].reshape(most, inputs.max_pages)
+
+
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes that get a graph: 1, 2, 4, then multiples of 8 up to `most`, which is one of them."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
 class DecodeGraphs:
-    """Graphs for up to `max_num_seqs` sequences of up to `max_pages` pages, over `kv_cache`.
+    """Graphs for up to `max_num_seqs` sequences of up to `max_pages` pages, over `kv_cache`; `capture` makes them.
 
     The cache's last page must belong to no sequence.
     """
 
-    def __init__(
-        self, model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_num_seqs: int, max_pages: int, progress: bool
-    ) -> None:
+    def __init__(self, model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_num_seqs: int, max_pages: int) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._max_pages = max_pages
         self._spare_slot = (len(kv_cache[0]) - 1) * PAGE_SIZE
-        self._sizes = graph_sizes(max_num_seqs)
         device = kv_cache[0].device
-        length = self._sizes[-1] * (_HEAD + max_pages)
-        self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
+        self._inputs = _Inputs(-(-max_num_seqs // 4) * 4, max_pages, device)
         # Two, in turn: one may still be on its way to the device while the next step is laid out.
-        self._staging = [torch.zeros(length, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._staging = [_Staging(self._inputs) for _ in range(2)]
+        self._table = np.zeros((self._inputs.most, max_pages), dtype=np.int32)
+        # Of each row of the table: whose pages stand there (a list that only grows, while it is a request's), how many.
+        self._pages: list[list[int]] = [[] for _ in range(self._inputs.most)]
+        self._num_pages = [0] * self._inputs.most
+        self._logits = torch.empty(max_num_seqs, model.config.language.vocab_size, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
-        for size in tqdm(self._sizes[::-1], desc="Capturing decode graphs", disable=None if progress else True):
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """int64 [at least max_num_seqs]: where the runner leaves the tokens of every step for the next."""
+        return self._inputs.last_tokens
+
+    def capture(self, sizes: Sequence[int], *, progress: bool = False) -> None:
+        """Largest first, so that the others find its memory."""
+        for size in tqdm(
+            sorted(sizes, reverse=True), desc="Capturing decode graphs", disable=None if progress else True
+        ):
             self._captured[size] = self._capture(size)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits, float32 [len(chunks), vocab_size], of one token each; good until the next call."""
-        size = next(size for size in self._sizes if size >= len(chunks))
-        used = self._fill(chunks, size)
-        self._inputs[:used].copy_(self._staging[0][:used], non_blocking=True)
+        """Logits, float32 [len(chunks), vocab_size], of a decode chunk each; good until the next call."""
+        size = min(size for size in self._captured if size >= len(chunks))
+        staging = self._staging[0]
         self._staging.reverse()
+        staging.copied.synchronize()
+        end = self._inputs.end_of_lengths
+        self._fill(staging, chunks, size)
+        if self._fill_table([chunk.request for chunk in chunks]):
+            staging.table[:] = self._table
+            end = len(self._inputs.words)
+        first = self._inputs.first_staged
+        self._inputs.words[first:end].copy_(staging.memory[: end - first], non_blocking=True)
+        staging.copied.record()
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[: len(chunks)]
 
-    def _fill(self, chunks: Sequence[Chunk], size: int) -> int:
-        """Lay out a step's numbers in host memory; how many there are."""
-        staged = self._staging[0].numpy()
-        token_ids, positions, slots, lengths = staged[: _HEAD * size].reshape(_HEAD, size)
-        table = staged[_HEAD * size : (_HEAD + self._max_pages) * size].reshape(size, self._max_pages)
-        count = len(chunks)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
-        token_ids[:count] = [chunk.token_ids[0] for chunk in chunks]
-        positions[:count] = starts
-        lengths[:count] = starts + 1
-        table.fill(0)  # page numbers of an earlier step would be read, though not used, by the torch reference
-        for row, chunk in enumerate(chunks):
-            table[row, : len(chunk.pages)] = chunk.pages
-        slots[:count] = table[np.arange(count), starts // PAGE_SIZE] * PAGE_SIZE + starts % PAGE_SIZE
-        token_ids[count:] = positions[count:] = lengths[count:] = 0
-        slots[count:] = self._spare_slot
-        return (_HEAD + self._max_pages) * size
+    def _fill(self, staging: _Staging, chunks: Sequence[Chunk], size: int) -> None:
+        """Lay out all but the table in host memory."""
+        count, most = len(chunks), self._inputs.most
+        requests = [chunk.request for chunk in chunks]
+        starts = np.array([chunk.start for chunk in chunks])
+        pages = np.array([chunk.request.pages[chunk.start // PAGE_SIZE] for chunk in chunks])
+        staging.token_ids[:count] = [request.token_ids[-1] for request in requests]
+        staging.sources[:count] = [r.row if r.num_pending else most + row for row, r in enumerate(requests)]
+        staging.positions[:count] = starts
+        staging.slots[:count] = pages * PAGE_SIZE + starts % PAGE_SIZE
+        staging.lengths[:count] = starts + 1
+        staging.token_ids[count:size] = staging.positions[count:size] = staging.lengths[count:size] = 0
+        staging.sources[count:size] = np.arange(most + count, most + size)
+        staging.slots[count:size] = self._spare_slot
+
+    def _fill_table(self, requests: Sequence[Request]) -> bool:
+        """Bring the block table in line with the requests; whether anything changed. What others left is not read."""
+        changed = False
+        for row, request in enumerate(requests):
+            pages = request.pages
+            if pages is not self._pages[row] or len(pages) != self._num_pages[row]:
+                self._table[row, : len(pages)] = pages
+                self._pages[row], self._num_pages[row] = pages, len(pages)
+                changed = True
+        return changed
 
     def _batch(self, size: int) -> Batch:
         """The graph's view of the input buffer."""
-        token_ids, positions, slots, lengths = self._inputs[: _HEAD * size].view(_HEAD, size)
-        table = self._inputs[_HEAD * size : (_HEAD + self._max_pages) * size].view(size, self._max_pages)
+        inputs = self._inputs
         return Batch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
-            decode=DecodeRows(block_table=table, context_lens=lengths),
+            token_ids=inputs.tokens[inputs.sources[:size]],
+            positions=inputs.positions[:size],
+            slots=inputs.slots[:size],
+            decode=DecodeRows(block_table=inputs.table[:size], context_lens=inputs.lengths[:size]),
             prefill=None,
-            logits_rows=torch.arange(size, device=self._inputs.device),
+            logits_rows=inputs.rows[:size],
         )
 
     @torch.inference_mode()
     def _capture(self, size: int) -> _Captured:
-        self._inputs.zero_()
-        batch = self._batch(size)
-        batch.slots.fill_(self._spare_slot)
-        self._model(batch, self._kv_cache)  # compiles what is not compiled yet
+        self._inputs.words.zero_()
+        self._inputs.slots.fill_(self._spare_slot)
+        logits = self._logits[:size]
+        self._model(self._batch(size), self._kv_cache, logits)  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model(batch, self._kv_cache)
+            batch = self._batch(size)
+            self._model(batch, self._kv_cache, logits)
         return _Captured(graph, batch, logits)
+
+
+def measure_graphs(model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_num_seqs: int, max_pages: int) -> int:
+    """Bytes of device memory that the graphs of all sizes take.
+
+    Two are captured: the largest, whose pool holds all of them, and the next, which shows what each further one takes
+    beside it (its nodes, in the driver's memory).
+    """
+    sizes = graph_sizes(max_num_seqs)
+    free = [_free_memory()]
+    graphs = DecodeGraphs(model, kv_cache, max_num_seqs=max_num_seqs, max_pages=max_pages)
+    for size in sizes[:-3:-1]:
+        graphs.capture([size])
+        free.append(_free_memory())
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
+
+
+def _free_memory() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

@@ -41,9 +41,9 @@ class ContentKeys:
         return self._hash(b"picture", root, struct.pack("<2q", columns, rows), digest)
 
     def extend(self, request: Request) -> None:
-        """Name the request's pages that its tokens fill and that have no name yet."""
+        """Name the request's pages that its known tokens fill and that have no name yet."""
         keys = request.page_keys
-        for index in range(len(keys), request.num_tokens // self._page_size):
+        for index in range(len(keys), request.num_known // self._page_size):
             keys.append(self._page(request, index))
 
     def _page(self, request: Request, index: int) -> bytes:

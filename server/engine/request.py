@@ -22,6 +22,8 @@ TILE_BYTES = math.prod(TILE_SHAPE)
 MAX_LOGPROBS = 20
 # Below this a temperature is 0: dividing logits by it would overflow float32 rather than sample.
 GREEDY_TEMPERATURE = 1e-5
+# Stands in `Request.token_ids` for a token that the device has been told to choose and the host does not know yet.
+PENDING = -1
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -333,6 +335,7 @@ class Request:
     `token_ids` is the prompt and, after it, what was generated. The first `num_computed` of them have their
     rows in `pages`; the rest is still to be computed. The last token alone, once it is a generated one, is a
     decode row; everything else is prefill, whether it comes from the prompt or is computed anew after a preemption.
+    The last `num_pending` tokens are of steps in flight: PENDING stands for each, and the lengths are right already.
     `page_keys` names the contents of the pages that its tokens fill, as far as anyone wanted to know.
     """
 
@@ -352,6 +355,9 @@ class Request:
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_named: int = 0  # pages, from the first, whose content others can find
+    num_pending: int = 0
+    row: int = -1  # of the step that chooses or chose its last token, among all that the step chooses
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -362,6 +368,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.token_ids) - self.num_pending
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Who comes first: lower priority, then earlier arrival."""
         return self.priority, self.arrival
@@ -369,7 +380,12 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether the only token left to compute is a generated one."""
-        return self.num_computed == self.num_tokens - 1 >= self.num_prompt
+        return self.num_computed == len(self.token_ids) - 1 >= self.num_prompt
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens it may have; the last may still be pending."""
+        return self.num_generated >= self.sampling.max_tokens
 
     @property
     def queue_s(self) -> float | None:
@@ -391,10 +407,10 @@ class Request:
         return self.num_prompt + self.sampling.max_tokens - 1
 
     def finish_reason(self, eos_token_id: int) -> Literal["stop", "length"] | None:
-        """Why generation ends with the last token of `token_ids`, or None if it goes on."""
+        """Why generation ends with the last token that is known, or None if it goes on."""
         if self.guide is not None and self.guide.ended:
             return "stop"
-        last = self.token_ids[-1]
+        last = self.token_ids[self.num_known - 1]
         if (last == eos_token_id and not self.sampling.ignore_eos) or last in self.sampling.stop_token_ids:
             return "stop"
-        return "length" if self.num_generated >= self.sampling.max_tokens else None
+        return "length" if self.num_known - self.num_prompt >= self.sampling.max_tokens else None

@@ -1,6 +1,8 @@
 """Owner of every tensor on the device: weights, cache pages, pictures' features, the sampler's histories.
 
-A step plan goes in, sampled tokens come out, still on the device; `Sampled.collect` is where the host waits.
+A step plan goes in, sampled tokens come out, still on the device; `Sampled.collect` is where the host waits. Until
+then nothing does, so that the next step may be launched first: what goes up is copied from pinned memory, and a decode
+row whose token is pending takes it from `last_tokens`, where the step before left it.
 CPU and CUDA run the same code. A step changes nothing that running it again would not change in the same
 way (cache rows and features are overwritten in place), which is what lets the engine repeat a failed one.
 """
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor
 
 from model import batch as model_batch
-from model.batch import PAGE_SIZE, Batch, build_batch
+from model.batch import PAGE_SIZE, Batch, build_batch, upload
 from model.checkpoint import load_model, resolve_model
-from server.engine.graphs import DecodeGraphs
+from server.engine.graphs import DecodeGraphs, graph_sizes, measure_graphs
 from server.engine.request import (
     TILE_SHAPE,
     EngineConfig,
@@ -75,6 +77,8 @@ class Runner:
         self.sampler = Sampler(config.max_num_seqs, language.vocab_size, language.eos_token_id, self.device)
         self._features: dict[bytes, PictureFeatures] = {}  # by the picture's key
         self.kv_cache: list[Tensor] = []
+        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.runs_ahead = self.device.type == "cuda"  # the CPU would gain nothing, and waste a row at every eos
         self.graphs: DecodeGraphs | None = None
         self.vision_graphs: VisionGraphs | None = None
 
@@ -84,13 +88,14 @@ class Runner:
             raise EngineConfigError(
                 f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions"
             )
+        if self.device.type == "cuda":  # first, so that its memory counts as taken when the cache's size is chosen
+            self.vision_graphs = VisionGraphs(self.model, tile_budget=config.vision_tile_budget, progress=True)
         self.num_pages = self._choose_num_pages(max_model_len)
         if self.num_pages * PAGE_SIZE < max_model_len:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
         self._take_pages(self.num_pages)
-        self.graphs = self._capture_graphs(max_model_len)
         if self.device.type == "cuda":
-            self.vision_graphs = VisionGraphs(self.model, tile_budget=config.vision_tile_budget, progress=True)
+            self._capture_graphs(max_model_len)
         self.info = EngineInfo(
             max_model_len=min(max_model_len, self.num_pages * PAGE_SIZE),
             max_num_seqs=config.max_num_seqs,
@@ -162,19 +167,21 @@ class Runner:
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
         if self.graphs is not None and plan.decodes and not plan.prefills:
-            logits = self.graphs.run([_model_chunk(chunk) for chunk in plan.decodes])
+            logits = self.graphs.run(plan.decodes)
         elif plan.chunks:
             logits = self.model(self._batch(plan), self.kv_cache)
         else:
             logits = torch.empty(0, self.sampler.vocab_size, device=self.device)
-        return StepOutput(self.sampler.sample(logits, sampling), logits)
+        sampled = self.sampler.sample(logits, sampling)
+        self.last_tokens[: len(sampled.token_ids)].copy_(sampled.token_ids)
+        return StepOutput(sampled, logits)
 
     def _batch(self, plan: StepPlan) -> Batch:
         image_rows: list[int] = []
         embeds: list[Tensor] = []
-        logits_rows: list[int] = []
-        row = 0
-        for chunk in plan.chunks:
+        row = len(plan.decodes)
+        logits_rows = list(range(row))
+        for chunk in plan.prefills:
             for image in chunk.request.images:
                 first, last = max(image.start, chunk.start), min(image.end, chunk.end)
                 if first < last:
@@ -183,7 +190,7 @@ class Runner:
             row += chunk.end - chunk.start
             if chunk.samples:
                 logits_rows.append(row - 1)
-        return build_batch(
+        batch = build_batch(
             [_model_chunk(chunk) for chunk in plan.decodes],
             [_model_chunk(chunk) for chunk in plan.prefills],
             logits_rows=logits_rows,
@@ -191,6 +198,11 @@ class Runner:
             image_rows=image_rows,
             image_embeds=torch.cat(embeds) if embeds else None,
         )
+        pending = [(row, chunk.request.row) for row, chunk in enumerate(plan.decodes) if chunk.request.num_pending]
+        if pending:
+            rows, sources = upload(list(np.array(pending).T), self.device)
+            batch.token_ids.index_copy_(0, rows, self.last_tokens[sources])
+        return batch
 
     def _slots(self, key: bytes) -> Tensor:
         record = self._features.get(key)
@@ -210,44 +222,61 @@ class Runner:
         if self.device.type == "cpu":
             default = min(_pages_for(max(DEFAULT_CPU_CACHE_TOKENS, max_model_len)), most)
             return default if configured is None else _pages_for(configured)
-        step_bytes = self._measure_step(max_model_len)
+        step_bytes, graph_bytes = self._measure(max_model_len, with_graphs=configured is None)
         if configured is not None:
             return _pages_for(configured)
         free, total = torch.cuda.mem_get_info(self.device)
-        used = total - free + step_bytes + self.vision_cache_slots(max_model_len) * self.slot_bytes
+        gib = (step_bytes / 2**30, graph_bytes / 2**30)
+        logger.info("measured: %.2f GiB for the largest step, %.2f GiB for decode graphs", *gib)
+        used = total - free + step_bytes + graph_bytes + self.vision_cache_slots(max_model_len) * self.slot_bytes
         budget = total * self.config.gpu_memory_utilization - used
         pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
         if pages < 1:
             raise EngineConfigError(
                 f"no memory left for the KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after loading, "
-                f"{step_bytes / 2**30:.1f} GiB for a step, vision_cache_bytes {self.config.vision_cache_bytes}, "
+                f"{step_bytes / 2**30:.1f} GiB for a step, {graph_bytes / 2**30:.1f} GiB for graphs, "
+                f"vision_cache_bytes {self.config.vision_cache_bytes}, "
                 f"gpu_memory_utilization {self.config.gpu_memory_utilization}"
             )
         return pages
 
-    def _measure_step(self, max_model_len: int) -> int:
-        """Bytes of CUDA memory that the largest step takes beside weights and cache."""
+    def _measure(self, max_model_len: int, *, with_graphs: bool) -> tuple[int, int]:
+        """Bytes of CUDA memory that the largest step takes beside weights and cache, and bytes that the graphs take.
+
+        Both are measured on a cache just large enough for one sequence, before the pool's size is chosen, so that
+        gpu_memory_utilization bounds the sum of all there is. It also compiles the kernels.
+        """
         self._take_pages(_pages_for(max_model_len))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._rehearse(max_model_len)
         torch.cuda.synchronize(self.device)
         step_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        graph_bytes = 0
+        if with_graphs:
+            graph_bytes = measure_graphs(
+                self.model,
+                self.kv_cache,
+                max_num_seqs=self.config.max_num_seqs,
+                max_pages=_pages_for(max_model_len),
+            )
         self.kv_cache = []
         torch.cuda.empty_cache()
-        return step_bytes
+        return step_bytes, graph_bytes
 
-    def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
-        """Decode graphs on CUDA; their memory comes out of what gpu_memory_utilization leaves free."""
-        if self.device.type == "cpu":
-            return None
-        return DecodeGraphs(
+    def _capture_graphs(self, max_model_len: int) -> None:
+        before, _ = torch.cuda.mem_get_info(self.device)
+        sizes = graph_sizes(self.config.max_num_seqs)
+        self.graphs = DecodeGraphs(
             self.model,
             self.kv_cache,
             max_num_seqs=self.config.max_num_seqs,
             max_pages=_pages_for(max_model_len),
-            progress=True,
         )
+        self.graphs.capture(sizes, progress=True)
+        self.last_tokens = self.graphs.last_tokens
+        taken = before - torch.cuda.mem_get_info(self.device)[0]
+        logger.info("decode graphs of %d batch sizes up to %d take %.2f GiB", len(sizes), sizes[-1], taken / 2**30)
 
     def _take_pages(self, count: int) -> None:
         # One page more than the pool knows, for the padding rows of graphs.
@@ -275,7 +304,7 @@ class Runner:
         for plan in (StepPlan(decodes=tail[1:], prefills=[prompt]), StepPlan(decodes=tail[:1])):
             self._forward(plan)
         for count in (1, self.config.vision_tile_budget):
-            self.model.encode_tiles(torch.zeros(count, *TILE_SHAPE, dtype=torch.uint8, device=self.device))
+            self._encode_tiles(torch.zeros(count, *TILE_SHAPE, dtype=torch.uint8))
         for request in requests:
             self.forget(request.request_id)
 

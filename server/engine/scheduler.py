@@ -20,9 +20,19 @@ decodes and the two budgets, whatever arrives; only a preemption makes a longer 
 - A chunk may cut through an image. The tiles of a picture are encoded, over several steps if the budget asks
   for it, before the first chunk that touches it runs; the chunk is cut short until then.
 
-Pure Python; the tensors are the runner's. `schedule` moves requests between queues and takes pages; progress
-(`num_computed`, new tokens, names of pages) is entered by `commit` alone, so a step that failed leaves nothing
-half done.
+A step is planned with `schedule`, entered with `launch` once the device has its work, and its tokens with `commit`
+once they are known. Between the two the next step may be planned and launched already: after `launch` the books say
+what will be true when the device is done, with PENDING for the tokens it chooses.
+
+- A pending token can be decoded (the device knows it) but not named. A request known to be complete is not planned
+  again; one whose pending token turns out to end it has a row too many in the next step, whose outcome is dropped.
+- Pages of a request that ends, or is aborted, are free at once, though a step in flight may still write to them: the
+  device works in order, so whoever gets them writes later. For the same reason pages are named at `launch`.
+- Where the outcome decides about the plan (`needs_outcome`: a grammar, or pages so short that somebody would have to
+  be preempted), the step is committed before the next one is planned. So nobody waits with a pending token.
+
+Pure Python; the tensors are the runner's. `schedule` moves requests between queues and takes pages; progress is
+entered by `launch` and `commit` alone, so a step that could not be launched leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ from operator import attrgetter
 
 from server.engine.kv_cache import PagePool, PagePoolError
 from server.engine.prefix import ContentKeys
-from server.engine.request import Picture, QueueFull, Request, RequestRejected, Status
+from server.engine.request import PENDING, FinishReason, Picture, QueueFull, Request, RequestRejected, Status
 from server.engine.vision_cache import VisionCache
 
 _RANK = attrgetter("rank")
@@ -75,9 +85,14 @@ class StepPlan:
         return self.decodes + self.prefills
 
     @property
+    def sampled_chunks(self) -> list[Chunk]:
+        """The chunks whose last row chooses a token, in the order of their logits rows."""
+        return self.decodes + [chunk for chunk in self.prefills if chunk.samples]
+
+    @property
     def sampled(self) -> list[Request]:
-        """The requests that get a token, in the order of their logits rows."""
-        return [chunk.request for chunk in self.chunks if chunk.samples]
+        """The requests that get a token, in the same order."""
+        return [chunk.request for chunk in self.sampled_chunks]
 
     @property
     def requests(self) -> list[Request]:
@@ -90,7 +105,7 @@ class StepPlan:
         return StepPlan(
             decodes=[chunk for chunk in self.decodes if chunk.request is request],
             prefills=[chunk for chunk in self.prefills if chunk.request is request],
-            encodes=[encode for encode in self.encodes if encode.picture.key in keys],
+            encodes=[e for e in self.encodes if e.picture.key in keys and e.last > e.picture.encoded_tiles],
         )
 
     def encoded_tiles(self, picture: Picture) -> int:
@@ -172,43 +187,80 @@ class Scheduler:
             self.pool.forget(request.pages)
         self._release(request, Status.FINISHED)
         self.pictures.release(request.images)
+        del request.token_ids[request.num_known :]
+        request.num_pending = 0
         return request
 
+    def needs_outcome(self, plan: StepPlan) -> bool:
+        """Whether the step after this one, which is in flight, cannot be planned before its tokens are known."""
+        if any(request.guide is not None for request in plan.sampled):
+            return True
+        if self.pool.num_free >= len(self.running):
+            return False
+        return self.pool.num_free < sum(self._missing_pages(r) for r in self.running if r.decodes and not r.is_complete)
+
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when nobody is here."""
-        if not self.requests:
-            return None
+        """Plan the next step; None when there is nothing to do."""
         plan = StepPlan()
         self._plan_decodes(plan)
         tokens, tiles = self.prefill_chunk_tokens, self.vision_tile_budget
-        for request in self.running:
-            if tokens > 0 and not request.decodes:
-                tokens, tiles = self._plan_prefill(plan, request, tokens, tiles)
-        coming = {key for request in self.running for key in self._coming_keys(request)}
-        while tokens > 0 and (admitted := self._admit(coming)) is not None:
-            coming.update(self._coming_keys(admitted))
-            tokens, tiles = self._plan_prefill(plan, admitted, tokens, tiles)
+        if len(plan.decodes) < len(self.running):
+            for request in self.running:
+                if tokens > 0 and not request.decodes:
+                    tokens, tiles = self._plan_prefill(plan, request, tokens, tiles)
+        if self.waiting:
+            coming = {key for request in self.running for key in self._coming_keys(request)}
+            while tokens > 0 and (admitted := self._admit(coming)) is not None:
+                coming.update(self._coming_keys(admitted))
+                tokens, tiles = self._plan_prefill(plan, admitted, tokens, tiles)
+        if not (plan.decodes or plan.prefills or plan.encodes or plan.preempted):
+            return None
         plan.dropped_pictures = self.pictures.take_dropped()
         return plan
 
-    def commit(self, plan: StepPlan, tokens: list[int | None]) -> None:
-        """Enter what a step computed: `tokens` has one id for each of `plan.sampled`. Requests that end with it leave.
-
-        A request whose token is None could not be sampled; the caller has to `finish` it as spoiled.
-        """
+    def launch(self, plan: StepPlan) -> None:
+        """Enter what is certain of a step once the device has its work: all but the ids of the tokens it chooses."""
         for encode in plan.encodes:
             encode.picture.encoded_tiles = encode.last
             if encode.picture.is_whole:
                 encode.picture.tiles = b""
-        for chunk in plan.chunks:
+        for chunk in plan.decodes:
             chunk.request.num_computed = chunk.end
-            self._name_pages(chunk)
-        for request, token in zip(plan.sampled, tokens, strict=True):
-            if token is None:
+        for chunk in plan.prefills:
+            chunk.request.num_computed = chunk.end
+            self._name_pages(chunk.request)
+        for row, request in enumerate(plan.sampled):
+            request.token_ids.append(PENDING)
+            request.num_pending += 1
+            request.row = row
+
+    def undo(self, plan: StepPlan) -> None:
+        """Take `launch` back, but for the names of pages and for tiles: what they stand for is written all the same.
+
+        Steps launched after it come first. None of its requests has been preempted since (see `needs_outcome`).
+        """
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.status is Status.FINISHED:
                 continue
-            request.token_ids.append(token)
-            if request.finish_reason(self.eos_token_id) is not None:
-                self.finish(request.request_id)
+            request.num_computed = chunk.start
+            if chunk.samples:
+                request.token_ids.pop()
+                request.num_pending -= 1
+
+    def commit(self, chunk: Chunk, token: int) -> FinishReason | None:
+        """Enter the token that a launched chunk of a request that is still here chose; the request leaves if it ends.
+
+        Steps are committed in the order of their launch. A request without a token is for the caller to `finish`.
+        """
+        request = chunk.request
+        request.token_ids[chunk.end] = token
+        request.num_pending -= 1
+        self._name_pages(request)
+        reason = request.finish_reason(self.eos_token_id)
+        if reason is not None:
+            self.finish(request.request_id)
+        return reason
 
     def check_integrity(self) -> None:
         """Raise PagePoolError or VisionCacheError unless queues, page tables, pool and vision cache agree."""
@@ -217,8 +269,8 @@ class Scheduler:
             raise PagePoolError(f"{len(queued)} requests in the queues, {len(self.requests)} known")
         if sorted(self.running, key=_RANK) != self.running or sorted(self.waiting, key=_RANK) != self.waiting:
             raise PagePoolError("a queue is out of order")
-        if any(request.pages for request in self.waiting):
-            raise PagePoolError("a waiting request holds pages")
+        if any(request.pages or request.num_pending for request in self.waiting):
+            raise PagePoolError("a waiting request holds pages, or a token of it is pending")
         self.pool.check_integrity(page for request in self.running for page in request.pages)
         self.pictures.check_integrity(image for request in queued for image in request.images)
 
@@ -226,12 +278,14 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it, a moment ago
-            if request.decodes and self._grow(request, plan):
+            if request.decodes and not request.is_complete and self._grow(request, plan):
                 plan.decodes.append(Chunk(request, request.num_computed, request.num_tokens, samples=True))
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
         """Give a request the page its newest token needs; False if the request itself had to be preempted for it."""
-        missing = self.pool.pages_for(request.num_tokens) - len(request.pages)
+        missing = self._missing_pages(request)
+        if missing == 0:
+            return True
         while missing > self.pool.num_free:
             # The last in rank: at worst the request itself, and no one who is in the plan already.
             victim = self.running.pop()
@@ -243,6 +297,9 @@ class Scheduler:
                 return False
         request.pages += self.pool.allocate(missing)
         return True
+
+    def _missing_pages(self, request: Request) -> int:
+        return max(0, self.pool.pages_for(len(request.token_ids)) - len(request.pages))
 
     def _admit(self, coming: set[bytes]) -> Request | None:
         """Move the first waiting request to the running ones, with pages for all its known tokens, if there is room.
@@ -271,6 +328,7 @@ class Scheduler:
         self.pool.share(shared)
         request.pages = shared + self.pool.allocate(missing)
         request.num_computed = len(shared) * self.pool.page_size
+        request.num_named = len(shared)
         self.prefix_hit_tokens += request.num_computed
         if request.num_cached is None:
             request.num_cached = request.num_computed
@@ -289,14 +347,20 @@ class Scheduler:
 
     def _coming_keys(self, request: Request) -> list[bytes]:
         """Names of the pages that a request has yet to compute, but for one that its answer is still filling."""
-        return request.page_keys[request.num_computed // self.pool.page_size :]
+        return request.page_keys[request.num_named :]
 
-    def _name_pages(self, chunk: Chunk) -> None:
-        """Make the pages that a chunk has filled known."""
-        request, size = chunk.request, self.pool.page_size
-        self._extend_keys(request)
-        for index in range(chunk.start // size, min(chunk.end // size, len(request.page_keys))):
+    def _name_pages(self, request: Request) -> None:
+        """Make the pages known that are filled, now or once the device is done.
+
+        To be called when a prefill is launched or a token committed: then no token of these pages is pending.
+        """
+        filled = request.num_computed // self.pool.page_size
+        if self.keys is None or filled <= request.num_named:
+            return
+        self.keys.extend(request)
+        for index in range(request.num_named, filled):
             self.pool.name(request.pages[index], request.page_keys[index])
+        request.num_named = filled
 
     def _plan_prefill(self, plan: StepPlan, request: Request, tokens: int, tiles: int) -> tuple[int, int]:
         """Plan the request's next chunk and the tiles it needs; returns what is left of both budgets."""
@@ -323,4 +387,5 @@ class Scheduler:
         self.pool.free(request.pages)
         request.pages = []
         request.num_computed = 0
+        request.num_named = 0
         request.status = status

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from server.engine.kv_cache import PagePool
 from server.engine.prefix import ContentKeys
-from server.engine.request import QueueFull, Request, RequestImage, RequestRejected, SamplingParams, Status
+from server.engine.request import PENDING, QueueFull, Request, RequestImage, RequestRejected, SamplingParams, Status
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.vision_cache import VisionCache
 
@@ -33,9 +33,13 @@ def answer_of(seed: int, num_prompt: int, sampling: SamplingParams) -> list[int]
 
 
 def contents(request: Request) -> list[int]:
-    """What the cache row of each of the request's tokens depends on: its token or picture, and all before it."""
+    """What the cache row of each of the request's tokens depends on: its token or picture, and all before it.
+
+    The device knows a pending token.
+    """
     rows: list[int] = []
-    for position, token in enumerate(request.token_ids):
+    for position, known in enumerate(request.token_ids):
+        token = next_token(request.seed, position) if known == PENDING else known
         shown = [(i.key, position - i.start) for i in request.images if i.start <= position < i.end]
         rows.append(hash((rows[-1] if rows else 0, token, *shown)))
     return rows
@@ -51,7 +55,7 @@ class FakeDevice:
     tokens_computed: int = 0
     tiles_encoded: int = 0
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[int]:
         for key in plan.dropped_pictures:
             self.pictures.pop(key, None)
         for encode in plan.encodes:
@@ -126,12 +130,34 @@ def make_request(
     return Request(str(number), tokens, sampling, seed=number, images=spans, priority=priority)
 
 
-def run_step(scheduler: Scheduler, device: FakeDevice) -> StepPlan:
+@dataclass(frozen=True)
+class InFlight:
+    plan: StepPlan
+    tokens: list[int]
+
+
+def launch_step(scheduler: Scheduler, device: FakeDevice) -> InFlight | None:
     plan = scheduler.schedule()
-    assert plan is not None
-    scheduler.commit(plan, device.run(plan))
+    if plan is None:
+        return None
+    tokens = device.run(plan)
+    scheduler.launch(plan)
     scheduler.check_integrity()
-    return plan
+    return InFlight(plan, tokens)
+
+
+def land(scheduler: Scheduler, step: InFlight) -> None:
+    for chunk, token in zip(step.plan.sampled_chunks, step.tokens, strict=True):
+        if chunk.request.status is not Status.FINISHED:
+            scheduler.commit(chunk, token)
+    scheduler.check_integrity()
+
+
+def run_step(scheduler: Scheduler, device: FakeDevice) -> StepPlan:
+    step = launch_step(scheduler, device)
+    assert step is not None
+    land(scheduler, step)
+    return step.plan
 
 
 @dataclass(frozen=True)
@@ -191,6 +217,7 @@ families = st.lists(
     tile_budget=st.integers(1, 6),
     spare_slots=st.integers(0, 40),
     caching=st.booleans(),
+    ahead=st.booleans(),
 )
 def test_every_request_ends_right_whatever_comes(
     arrivals: list[Arrival],
@@ -202,7 +229,9 @@ def test_every_request_ends_right_whatever_comes(
     tile_budget: int,
     spare_slots: int,
     caching: bool,
+    ahead: bool,
 ) -> None:
+    """`ahead`: each step is launched before the one before it is committed."""
     capacity = max(sum(slots for _, slots, _ in images) for images in families) + spare_slots
     scheduler = make_scheduler(
         pages,
@@ -216,8 +245,9 @@ def test_every_request_ends_right_whatever_comes(
     todo = [(arrival, arrival.request(i, families, text)) for i, arrival in enumerate(arrivals)]
     accepted: list[Request] = []
     aborted: set[Request] = set()
+    in_flight: InFlight | None = None
     step = 0
-    while scheduler.requests or any(arrival.step >= step for arrival, _ in todo):
+    while in_flight or scheduler.requests or any(arrival.step >= step for arrival, _ in todo):
         for arrival, request in todo:
             if arrival.step == step:
                 if scheduler.pool.pages_for(request.max_cached_tokens) <= pages:
@@ -229,14 +259,25 @@ def test_every_request_ends_right_whatever_comes(
             if arrival.aborted == step and scheduler.finish(request.request_id, spoiled=step % 3 == 0) is not None:
                 aborted.add(request)
                 assert request.pages == []
-        if scheduler.requests:
-            computed, encoded = device.tokens_computed, device.tiles_encoded
-            plan = run_step(scheduler, device)
-            assert sum(c.end - c.start for c in plan.prefills) <= chunk
+        if in_flight and scheduler.needs_outcome(in_flight.plan):
+            land(scheduler, in_flight)
+            in_flight = None
+        computed, encoded = device.tokens_computed, device.tiles_encoded
+        launched = launch_step(scheduler, device)
+        if launched is not None:
+            assert sum(c.end - c.start for c in launched.plan.prefills) <= chunk
             assert device.tiles_encoded - encoded <= tile_budget
             assert device.tokens_computed - computed + device.tiles_encoded - encoded > 0
             assert len(scheduler.running) <= max_num_seqs
             assert device.slots <= capacity
+        else:
+            assert in_flight or not scheduler.requests
+        if in_flight:
+            land(scheduler, in_flight)
+        in_flight = launched
+        if in_flight and not ahead:
+            land(scheduler, in_flight)
+            in_flight = None
         step += 1
 
     assert scheduler.pool.num_free == pages
