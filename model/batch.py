@@ -146,7 +146,7 @@ def build_batch(
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on `device`, by one copy that the host does not wait for."""
+    """The arrays (contiguous) as tensors on `device`, by one copy that the host does not wait for."""
     offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
     # Pinned memory is not handed out again before the copy from it is done.
     staging = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

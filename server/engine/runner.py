@@ -198,9 +198,10 @@ class Runner:
             image_rows=image_rows,
             image_embeds=torch.cat(embeds) if embeds else None,
         )
-        pending = [(row, chunk.request.row) for row, chunk in enumerate(plan.decodes) if chunk.request.num_pending]
+        pending = [row for row, chunk in enumerate(plan.decodes) if chunk.request.num_pending]
         if pending:
-            rows, sources = upload(list(np.array(pending).T), self.device)
+            chosen = [plan.decodes[row].request.row for row in pending]
+            rows, sources = upload([np.array(pending), np.array(chosen)], self.device)
             batch.token_ids.index_copy_(0, rows, self.last_tokens[sources])
         return batch
 

@@ -135,6 +135,16 @@ class FakeRunner:
         return request.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
 
+@pytest.fixture
+def unbroken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step fails unnoticed: running its requests one by one would give the right tokens too."""
+
+    def refuse(self: Engine, plan: StepPlan) -> list[TokenEvent]:
+        raise AssertionError(f"a step of {len(plan.requests)} requests failed")
+
+    monkeypatch.setattr(Engine, "_run_one_by_one", refuse)
+
+
 def fake_engine(*, pages: int = 64, ahead: bool = True, **settings: Any) -> Engine:
     runner = FakeRunner(pages, ahead)
     return Engine(EngineConfig(model_path="nowhere", **settings), cast(Runner, runner))
@@ -226,6 +236,7 @@ def test_every_answer_is_right_whoever_comes_and_whatever_fails(
         assert reason == (ending if possible == answer else "error")
 
 
+@pytest.mark.usefixtures("unbroken")
 def test_the_next_step_is_launched_before_the_last_is_collected() -> None:
     engine = fake_engine()
     runner = cast(FakeRunner, engine.runner)
@@ -282,6 +293,7 @@ def said(events: dict[str, list[TokenEvent]]) -> dict[str, tuple[list[int], str 
     return {name: (tokens_of(found), found[-1].finish_reason) for name, found in events.items()}
 
 
+@pytest.mark.usefixtures("unbroken")
 @pytest.mark.parametrize("sizes", [{}, {"prefill_chunk_tokens": 150}, {"max_num_seqs": 2}])
 def test_tokens_are_the_same_as_without_running_ahead(
     sizes: dict[str, int], alone: dict[str, list[TokenEvent]]
@@ -291,6 +303,7 @@ def test_tokens_are_the_same_as_without_running_ahead(
     assert [event.logprobs is not None for event in events["three_images"]] == [True] * 10
 
 
+@pytest.mark.usefixtures("unbroken")
 def test_recorded_answers_with_requests_that_join_and_leave(alone: dict[str, list[TokenEvent]]) -> None:
     engine = real_engine(prefill_chunk_tokens=200)
     late = {4 * i: request for i, request in enumerate(mixed_requests())}
@@ -314,6 +327,7 @@ def test_recorded_answers_with_requests_that_join_and_leave(alone: dict[str, lis
     assert len(engine.runner.sampler.history._free) == engine.info.max_num_seqs
 
 
+@pytest.mark.usefixtures("unbroken")
 def test_preemption_changes_nothing() -> None:
     params: dict[str, Any] = dict(max_tokens=150, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.2)
     requests = [case_request(VARIANT, "text_short", request_id=str(i), seed=i, **params) for i in range(3)]
@@ -371,6 +385,7 @@ def test_a_lost_device_is_not_survived(when: str, monkeypatch: pytest.MonkeyPatc
         engine.step()
 
 
+@pytest.mark.usefixtures("unbroken")
 def test_an_abort_while_its_step_is_in_flight_gives_the_pages_back_at_once() -> None:
     engine = real_engine()
     engine.add_request(case_request(VARIANT, "text_short", request_id="a", repetition_penalty=1.1))
@@ -386,6 +401,7 @@ def test_an_abort_while_its_step_is_in_flight_gives_the_pages_back_at_once() -> 
     assert tokens_of(events) == greedy_tokens(VARIANT, "text_short")[:5]
 
 
+@pytest.mark.usefixtures("unbroken")
 def test_a_request_with_a_grammar_waits_for_its_tokens_and_others_are_not_disturbed(
     alone: dict[str, list[TokenEvent]],
 ) -> None:

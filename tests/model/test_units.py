@@ -13,7 +13,7 @@ from kernels.patches import unfold_pixels
 from kernels.rope_cache import apply_rope_half, apply_rope_interleaved, rope_frequencies, rope_tables
 from kernels.router import route
 from model.attention import LatentAttention, MultiHeadAttention
-from model.batch import PAGE_SIZE, Batch, Chunk, build_batch
+from model.batch import PAGE_SIZE, Batch, Chunk, build_batch, upload
 from model.checkpoint import load_model
 from model.config import LanguageConfig, load_config
 from model.vl2 import DeepseekVL2
@@ -212,3 +212,19 @@ def test_projector_equals_the_reference(models: dict[str, DeepseekVL2], unit: st
 
 def test_goldens_are_complete() -> None:
     assert {path.name for path in Path(goldens_data.GOLDENS).iterdir()} >= {*goldens_data.VARIANTS, "units", "images"}
+
+
+def test_arrays_go_up_together_and_aligned() -> None:
+    """Kernels are compiled for addresses that are multiples of 16 bytes."""
+    arrays = [
+        np.arange(3),
+        np.array([], dtype=np.int64),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.zeros((0, 4), np.int32),
+        np.arange(5),
+    ]
+    tensors = upload(arrays, CPU)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.dtype == torch.from_numpy(array).dtype and tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+    assert all((tensor.data_ptr() - tensors[0].data_ptr()) % 16 == 0 for tensor in tensors if tensor.numel())

@@ -1,0 +1,136 @@
+"""What a graph reads is what the batch of a step without graphs would say. The replay itself needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.batch import PAGE_SIZE, Batch, build_batch
+from model.batch import Chunk as ModelChunk
+from model.vl2 import DeepseekVL2
+from server.engine import graphs as graphs_module
+from server.engine.graphs import DecodeGraphs, graph_sizes
+from server.engine.request import PENDING, Request, SamplingParams
+from server.engine.scheduler import Chunk
+
+CPU = torch.device("cpu")
+MAX_PAGES = 5
+SPARE_PAGE = 40
+
+
+class FakeEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Watched(DecodeGraphs):
+    """Graphs that remember what they would have read."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        model = SimpleNamespace(config=SimpleNamespace(language=SimpleNamespace(vocab_size=7)))
+        cache = [torch.zeros(SPARE_PAGE + 1, 1)]
+        super().__init__(cast(DeepseekVL2, model), cache, max_num_seqs=max_num_seqs, max_pages=MAX_PAGES)
+        self.seen: Batch | None = None
+        for size in graph_sizes(max_num_seqs):
+            self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self._logits[:size]))
+
+
+class Replay:
+    def __init__(self, graphs: Watched, size: int) -> None:
+        self.graphs, self.size = graphs, size
+
+    def replay(self) -> None:
+        self.graphs.seen = self.graphs._batch(self.size)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Graphs on the CPU, which has no pinned memory, events or pools."""
+    zeros = torch.zeros
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(graphs_module.torch, "zeros", unpinned)
+    monkeypatch.setattr(graphs_module.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(graphs_module.torch.cuda, "graph_pool_handle", lambda: None)
+    return Watched(max_num_seqs=11)
+
+
+def decoding(number: int, length: int, pages: list[int]) -> Request:
+    tokens = [100 * number + position for position in range(length)]
+    request = Request(str(number), tokens, SamplingParams(max_tokens=9), seed=0, pages=pages)
+    request.num_computed = length - 1
+    return request
+
+
+def chunk_of(request: Request) -> Chunk:
+    return Chunk(request, request.num_tokens - 1, request.num_tokens, samples=True)
+
+
+def check(graphs: Watched, requests: list[Request], tokens: list[int]) -> None:
+    """Replay a step, and compare what was read with the batch of the same chunks with these tokens."""
+    chunks = [chunk_of(request) for request in requests]
+    logits = graphs.run(chunks)
+    assert len(logits) == len(requests)
+    assert graphs.seen is not None and graphs.seen.decode is not None
+    expected = build_batch(
+        [ModelChunk([token], c.start, c.request.pages) for token, c in zip(tokens, chunks, strict=True)],
+        [],
+        logits_rows=range(len(chunks)),
+        device=CPU,
+    )
+    assert expected.decode is not None
+    count = len(chunks)
+    for name in ("token_ids", "positions", "slots", "logits_rows"):
+        assert torch.equal(getattr(graphs.seen, name)[:count], getattr(expected, name)), name
+    seen = graphs.seen.decode
+    assert torch.equal(seen.context_lens[:count], expected.decode.context_lens)
+    assert seen.block_table.dtype == seen.context_lens.dtype == torch.int32
+    for row, request in zip(seen.block_table, requests, strict=False):
+        assert row[: len(request.pages)].tolist() == request.pages
+    # Padding: no cached tokens, the spare page's first slot, an id that the table of embeddings has.
+    assert not seen.context_lens[count:].any() and not graphs.seen.token_ids[count:].any()
+    assert (graphs.seen.slots[count:] == SPARE_PAGE * PAGE_SIZE).all()
+
+
+def test_rows_come_grow_move_and_leave(graphs: Watched) -> None:
+    a, b, c = decoding(1, 64, [3]), decoding(2, 65, [5, 9]), decoding(3, 130, [1, 2, 4])
+    check(graphs, [a, b, c], [163, 264, 429])
+    assert graphs.seen is not None and len(graphs.seen.token_ids) == 4
+    a.token_ids.append(77)
+    a.pages += [8]
+    check(graphs, [a, b, c], [77, 264, 429])
+    check(graphs, [b, c], [264, 429])
+    check(graphs, [c], [429])
+    b.pages = [11, 12]  # preempted and back, with as many pages as before
+    check(graphs, [a, b, c], [77, 264, 429])
+    many = [decoding(number, 3, [20 + number]) for number in range(4, 12)]
+    check(graphs, [a, b, c, *many], [77, 264, 429, *(100 * number + 2 for number in range(4, 12))])
+    check(graphs, [b], [264])
+
+
+def test_pending_tokens_are_what_the_step_before_chose(graphs: Watched) -> None:
+    a, b, c = decoding(1, 10, [3]), decoding(2, 20, [5]), decoding(3, 30, [7])
+    for request, row in ((a, 1), (c, 0)):
+        request.token_ids.append(PENDING)
+        request.num_pending, request.row = 1, row
+    graphs.last_tokens[:2] = torch.tensor([501, 502])
+    check(graphs, [a, b, c], [502, 219, 501])
+    check(graphs, [c, a], [501, 502])
+
+
+def test_a_row_uses_the_page_of_its_token_even_if_it_has_one_more(graphs: Watched) -> None:
+    check(graphs, [decoding(1, 64, [3, 9])], [163])
+
+
+@pytest.mark.parametrize("most, sizes", [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])])
+def test_sizes_end_with_the_largest_batch(most: int, sizes: list[int]) -> None:
+    assert graph_sizes(most) == sizes
