@@ -141,9 +141,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launch a step, and tell what the one before it brought (or this one, where the runner does not run ahead).
 
-        At most one token for each running request. A step that raises is run again request by request, so that only
-        those it fails for end with finish_reason "error". Raises torch.AcceleratorError when the device itself is
-        lost.
+        A step brings each running request one token at most. One that raises is run again request by request, so that
+        only those it fails for end with finish_reason "error". Raises torch.AcceleratorError when the device itself
+        is lost.
         """
         events = self._settle_grammars()
         if self._in_flight and self.scheduler.needs_outcome(self._in_flight[0].plan):
@@ -234,7 +234,7 @@ class Engine:
         ]
 
     def _launch(self, plan: StepPlan) -> None:
-        """Give the device a step. If that raises, nothing has been entered in the books."""
+        """Give the device a step and enter it in the books; if the device does not take it, nothing is entered."""
         sampled = self.runner.execute(plan).sampled
         self.scheduler.launch(plan)
         self._in_flight.append(InFlight(plan, sampled))

@@ -8,7 +8,7 @@ llguidance does the work: a parser over bytes that knows, for the text so far, w
   was; and as it follows from the generated tokens alone, it lives through preemption untouched.
 - The mask is filled on the host while the device computes the logits, and applied there (`Sampler`), after penalties
   and bias: no bias revives a token that the grammar forbids. A step that samples a request with a guide needs the
-  request's tokens before it; a loop that runs ahead of the host has to leave those requests (`request.guide`) out.
+  request's tokens before it: while one is in flight, the engine does not run ahead.
 - Eos is allowed exactly where the text is complete. Where nothing else may follow the answer ends without it. Control
   tokens and ids without text are never allowed, but for those that a Lark grammar names (`<|ref|>`).
 - Between the tokens of a JSON text there may be one blank, or a line break and an indent: a model that falls into an
