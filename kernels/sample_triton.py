@@ -1,7 +1,7 @@
 """The Triton form of `kernels.sample`: two launches from logits to tokens, whatever the rows of a step want.
 
-    _scan     a program for each chunk of each row: penalties, bias and mask, noise, and the best of the chunk. Rows with
-              log-probabilities also get the chunk's mass and its best raw logits
+    _scan     a program for each chunk of each row: penalties, bias and mask, noise, and the best of the chunk; for
+              log-probabilities also the chunk's mass and its best raw logits
     _choose   a program a row: the best of the chunks; the cuts; log-probabilities; the count of the token
 
 Only rows with penalties, bias or mask have their adjusted logits written down. Cost of greedy and of temperature alone:
@@ -194,12 +194,12 @@ def _choose(
             pair = tl.arange(0, CHUNKS * 32)
             wanted = (pair // 32 < chunks) & (pair % 32 < num_top)
             where = top + (row * chunks + pair // 32) * _MAX_TOP + pair % 32
-            ranked = tl.load(where, mask=wanted, other=_NEVER)
+            listed = tl.load(where, mask=wanted, other=_NEVER)
             for n in range(num_top):
-                first = tl.max(ranked, axis=0)
-                tl.store(top_ids + row * _MAX_TOP + n, _token_of(first))
-                tl.store(top_values + row * _MAX_TOP + n, _value_of(first) - whole)
-                ranked = tl.where(ranked == first, _NEVER, ranked)
+                leader = tl.max(listed, axis=0)
+                tl.store(top_ids + row * _MAX_TOP + n, _token_of(leader))
+                tl.store(top_values + row * _MAX_TOP + n, _value_of(leader) - whole)
+                listed = tl.where(listed == leader, _NEVER, listed)
 
 
 @triton.jit
@@ -257,16 +257,12 @@ def _cut(rule, source, values, ids, vocab_size, highest, token, BLOCK: tl.conste
 
 
 @triton.jit
-def _tile(source, values, vocab_size, listed, start, scale, BLOCK: tl.constexpr):
-    """Tempered logits from `start` on, of the list or of the whole row, and which are there."""
-    index = start + tl.arange(0, BLOCK)
+def _look_at(source, values, vocab_size, listed, BLOCK: tl.constexpr):
+    """Where the numbers to look at are, how many, and up to where memory may be read: the list, or the whole row."""
+    data = source
     if listed > 0:
-        inside = index < listed
-        x = tl.load(values + index, mask=inside, other=-float("inf"))
-    else:
-        inside = index < vocab_size
-        x = tl.load(source + index, mask=inside, other=-float("inf"))
-    return x * scale, inside
+        data = values
+    return data, tl.where(listed > 0, listed, vocab_size), tl.where(listed > 0, BLOCK, vocab_size)
 
 
 @triton.jit
@@ -275,12 +271,13 @@ def _count(source, values, vocab_size, listed, scale, low, middle, high, BLOCK: 
     at_low = tl.zeros((BLOCK,), tl.int32)
     at_middle = tl.zeros((BLOCK,), tl.int32)
     at_high = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tl.where(listed > 0, listed, vocab_size), BLOCK):
-        x, inside = _tile(source, values, vocab_size, listed, start, scale, BLOCK)
-        key = _key(x)
-        at_low += (inside & (key >= low)).to(tl.int32)
-        at_middle += (inside & (key >= middle)).to(tl.int32)
-        at_high += (inside & (key >= high)).to(tl.int32)
+    data, size, limit = _look_at(source, values, vocab_size, listed, BLOCK)
+    for start in range(0, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        key = _key(tl.load(data + index, mask=index < limit, other=0.0) * scale)
+        at_low += ((index < size) & (key >= low)).to(tl.int32)
+        at_middle += ((index < size) & (key >= middle)).to(tl.int32)
+        at_high += ((index < size) & (key >= high)).to(tl.int32)
     return tl.sum(at_low, axis=0), tl.sum(at_middle, axis=0), tl.sum(at_high, axis=0)
 
 
@@ -289,14 +286,16 @@ def _masses(source, values, vocab_size, listed, scale, kept, candidate, highest,
     """Masses from the key `kept` on and above `candidate`, in units of the largest one's, and how many are above."""
     total, larger = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tl.where(listed > 0, listed, vocab_size), BLOCK):
-        x, inside = _tile(source, values, vocab_size, listed, start, scale, BLOCK)
+    data, size, limit = _look_at(source, values, vocab_size, listed, BLOCK)
+    for start in range(0, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(data + index, mask=index < limit, other=0.0) * scale
         key = _key(x)
-        mass = tl.where(inside & (key >= kept), tl.exp(x - highest), 0.0)
+        mass = tl.where((index < size) & (key >= kept), tl.exp(x - highest), 0.0)
         total += mass
         larger += tl.where(key > candidate, mass, 0.0)
-        above += (inside & (key > candidate)).to(tl.int32)
-    # The last steps in float64: what a block of sums loses would be more than all rounding before.
+        above += ((index < size) & (key > candidate)).to(tl.int32)
+    # In float64, so that the order of the sum does not move the border.
     return tl.sum(total.to(tl.float64), axis=0), tl.sum(larger.to(tl.float64), axis=0), tl.sum(above, axis=0)
 
 
@@ -320,12 +319,13 @@ def _list(source, values, ids, vocab_size, scale, floor, BLOCK: tl.constexpr):
 def _next(source, values, ids, vocab_size, listed, scale, floor, stream, BLOCK: tl.constexpr):
     """The token of the best score among those of at least the key `floor`."""
     best = tl.full((), _NEVER, tl.int64)
-    for start in range(0, tl.where(listed > 0, listed, vocab_size), BLOCK):
-        x, inside = _tile(source, values, vocab_size, listed, start, scale, BLOCK)
+    data, size, limit = _look_at(source, values, vocab_size, listed, BLOCK)
+    for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
+        x = tl.load(data + index, mask=index < limit, other=0.0) * scale
+        wanted = (index < size) & (_key(x) >= floor)
         if listed > 0:
-            index = tl.load(ids + index, mask=inside, other=0)
-        wanted = inside & (_key(x) >= floor)
+            index = tl.load(ids + index)
         best = tl.maximum(best, tl.max(_rank(x + _noise(stream, index), index, wanted), axis=0))
     return _token_of(best)
 

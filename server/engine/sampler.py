@@ -192,9 +192,7 @@ class Sampler:
             plain=params.greedy and not special,
         )
 
-    def _bias(
-        self, records: npt.NDArray[np.void], requests: list[Request], biased: list[int]
-    ) -> npt.NDArray[np.void]:
+    def _bias(self, records: npt.NDArray[np.void], requests: list[Request], biased: list[int]) -> npt.NDArray[np.void]:
         """BIASes of these rows, side by side; their places go into the records."""
         entries: list[tuple[int, float]] = []
         for row in biased:
