@@ -19,52 +19,51 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.sample import mask_tokens, penalize, sample_tokens, token_logprobs, truncate
-from server.engine.request import Request, SamplingParams, TokenLogprobs
+from kernels.sample import choose
+from kernels.sample_rules import BIAS, MAX_TOP, PLAIN, RULE, Outcome, Rules
+from server.engine.history import TokenHistory
+from server.engine.request import MAX_LOGPROBS, Request, SamplingParams, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Of the L rows that asked for them; K the largest number of best ones any of them wants."""
-
-    rows: list[int]
-    chosen: Tensor  # float32 [L]
-    top_ids: Tensor  # int64 [L, K]
-    top: Tensor  # float32 [L, K]
+assert MAX_LOGPROBS <= MAX_TOP
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The outcome of a step, still on the device."""
+    """The outcome of a step, on its way from the device to the host."""
 
     requests: list[Request]
-    token_ids: Tensor  # int64 [R]
-    finite: Tensor  # bool [R]: false where the model's logits were not numbers
-    logprobs: Logprobs | None
+    token_ids: Tensor  # int64 [R], on the device
+    outcome: Outcome  # on the host, once `arrived`
+    arrived: torch.cuda.Event | None  # None on the CPU
 
     def collect(self) -> list[SampledToken | None]:
-        """Bring the tokens to the host: the one place where a step waits for the device. None for a broken row."""
-        tokens, finite = torch.stack((self.token_ids, self.finite.long())).tolist()
-        records = self._collect_logprobs() if self.logprobs is not None else {}
+        """The step's tokens: the one place that waits for the device, and only for this step. None for a broken row."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        records = self._collect_logprobs() if self.outcome.logprobs else {}
         return [
             SampledToken(token, records.get(row)) if good else None
-            for row, (token, good) in enumerate(zip(tokens, finite, strict=True))
+            for row, (token, good) in enumerate(
+                zip(self.outcome.tokens.tolist(), self.outcome.finite.tolist(), strict=True)
+            )
         ]
 
     def _collect_logprobs(self) -> dict[int, TokenLogprobs]:
-        assert self.logprobs is not None
-        chosen = self.logprobs.chosen.clamp(min=MIN_LOGPROB).tolist()
-        ids, values = self.logprobs.top_ids.tolist(), self.logprobs.top.clamp(min=MIN_LOGPROB).tolist()
         records = {}
-        for i, row in enumerate(self.logprobs.rows):
-            wanted = self.requests[row].sampling.logprobs
-            assert wanted is not None
-            records[row] = TokenLogprobs(chosen[i], list(zip(ids[i][:wanted], values[i][:wanted], strict=True)))
+        for row, request in enumerate(self.requests):
+            wanted = request.sampling.logprobs
+            if wanted is not None:
+                ids = self.outcome.top_ids[row, :wanted].tolist()
+                values = self.outcome.top[row, :wanted].clamp(min=MIN_LOGPROB).tolist()
+                chosen = max(float(self.outcome.chosen[row]), MIN_LOGPROB)
+                records[row] = TokenLogprobs(chosen, list(zip(ids, values, strict=True)))
         return records
 
 
@@ -74,179 +73,135 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
-class TokenHistory:
-    """What penalised requests have seen: a row each of in-prompt flags and counts of generated tokens."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
-        self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
-        self._row_of: dict[str, int] = {}
-        self._length_of: dict[str, int] = {}  # tokens its row stands for
-        self._free = list(range(max_num_seqs))
-
-    def rows(self, requests: list[Request]) -> list[int]:
-        """Each request's row, brought in line with its tokens if it is new or a step is repeated."""
-        for request in requests:
-            name = request.request_id
-            if name not in self._row_of:
-                self._row_of[name] = self._free.pop()
-            if self._length_of.get(name) != request.num_tokens:
-                self._fill(self._row_of[name], request)
-                self._length_of[name] = request.num_tokens
-        return [self._row_of[request.request_id] for request in requests]
-
-    def append(self, requests: list[Request], rows: Tensor, tokens: Tensor) -> None:
-        """Count a token for each; it stays on the device, so that the next step need not wait for the host."""
-        self.counts[rows, tokens] += 1
-        for request in requests:
-            self._length_of[request.request_id] += 1
-
-    def forget(self, request_id: str) -> None:
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._free.append(row)
-            del self._length_of[request_id]
-
-    def _fill(self, row: int, request: Request) -> None:
-        tokens = torch.tensor(request.token_ids, device=self.counts.device)
-        prompt, generated = tokens[: request.num_prompt], tokens[request.num_prompt :]
-        self.in_prompt[row].zero_()[prompt] = True
-        self.counts[row] = torch.bincount(generated, minlength=self.counts.shape[1])
-
-
 @dataclass(frozen=True)
-class Penalties:
-    rows: Tensor  # int64 [N], rows of the logits
-    requests: list[Request]
-    history: Tensor  # int64 [N], their rows of the history
-    repetition: Tensor  # float32 [N], as the other two
-    presence: Tensor
-    frequency: Tensor
+class Wishes:
+    """What a request wants of every step, worked out once."""
 
-
-@dataclass(frozen=True)
-class Bias:
-    """What is added at (row, id); -inf bans."""
-
-    rows: Tensor  # int64 [N]
-    ids: Tensor  # int64 [N]
-    values: Tensor  # float32 [N]
-
-
-@dataclass(frozen=True)
-class Draws:
-    rows: Tensor  # int64 [N], rows of the logits
-    temperature: Tensor  # float32 [N]
-    seeds: Tensor  # int64 [N]
-    positions: Tensor  # int64 [N]
-    cuts: Cuts | None
-
-
-@dataclass(frozen=True)
-class Cuts:
-    rows: Tensor  # int64 [M], rows of the draws
-    top_k: Tensor  # int64 [M]
-    top_p: Tensor  # float32 [M]
-    min_p: Tensor  # float32 [M]
+    params: SamplingParams
+    rule: bytes  # its record, but for what changes from step to step
+    cuts: bool
+    penalised: bool
+    biased: bool  # a bias, or ids that are banned at first
+    plain: bool  # greedy and nothing else
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What the requests of a step want, on the device before the step's logits are. None where nobody wants it."""
+    """What the requests of a step want, on the device before the step's logits are. Rules None: all are plain."""
 
     requests: list[Request]
-    penalties: Penalties | None
-    bias: Bias | None
+    rules: Rules | None
     guided: list[int]  # rows whose request has a grammar
-    draws: Draws | None
-    logprob_rows: list[int]
-    logprob_index: Tensor  # int64 [L], the same
-    num_top: int
+    penalised: list[Request]
 
 
 class Sampler:
-    """`prepare` before the forward pass, `sample` after it: between the two the host need not wait."""
+    """`prepare` before the forward pass, `sample` after it: neither waits for the device."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_id: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.device = device
         self.history = TokenHistory(max_num_seqs, vocab_size, device)
+        self._wishes: dict[str, Wishes] = {}
+        if device.type == "cuda":
+            self._compile()
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; if it comes back, its record is made anew from its tokens."""
         self.history.forget(request_id)
+        self._wishes.pop(request_id, None)
 
     def prepare(self, requests: list[Request]) -> SamplingBatch:
-        wanted = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
-        return SamplingBatch(
-            requests=requests,
-            penalties=self._prepare_penalties(requests),
-            bias=self._prepare_bias(requests),
-            guided=[row for row, request in enumerate(requests) if request.guide is not None],
-            draws=self._prepare_draws(requests),
-            logprob_rows=list(wanted),
-            logprob_index=self._integers(list(wanted)),
-            num_top=min(max(wanted.values(), default=0), self.vocab_size),
+        wishes = [self._wishes_of(request) for request in requests]
+        if all(wish.plain for wish in wishes):
+            return SamplingBatch(requests, None, guided=[], penalised=[])
+        records = np.frombuffer(bytearray().join(wish.rule for wish in wishes), dtype=RULE)
+        records["position"] = [request.num_tokens for request in requests]
+        with_history = [row for row, wish in enumerate(wishes) if wish.penalised]
+        penalised = [requests[row] for row in with_history]
+        records["history"][with_history] = self.history.rows(penalised)
+        guided = [row for row, request in enumerate(requests) if request.guide is not None]
+        records["guide"][guided] = range(len(guided))
+        bias = self._bias(records, requests, [row for row, wish in enumerate(wishes) if wish.biased])
+        adjusted = (records["history"] >= 0) | (records["guide"] >= 0) | (records["bias_last"] > records["bias_first"])
+        num_places = int(adjusted.sum())
+        records["place"][adjusted] = range(num_places)
+        flat = self._upload(Rules.flat(records, bias))
+        rules = Rules(
+            *Rules.split(flat, len(requests)),
+            in_prompt=self.history.in_prompt,
+            counts=self.history.counts,
+            num_places=num_places,
+            cuts=any(wish.cuts for wish in wishes),
+            num_top=int(records["num_top"].max()),
         )
+        return SamplingBatch(requests, rules, guided, penalised)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """logits float32 [R, V], one row for each request of the batch; they are left as they are."""
-        adjusted = logits.clone()
-        if batch.penalties is not None:
-            self._penalise(adjusted, batch.penalties)
-        if batch.bias is not None:
-            adjusted[batch.bias.rows, batch.bias.ids] += batch.bias.values
-        if batch.guided:
-            rows = self._integers(batch.guided)
-            adjusted[rows] = mask_tokens(adjusted[rows], self._allowed([batch.requests[row] for row in batch.guided]))
-        best = adjusted.max(dim=-1)
-        tokens = best.indices
-        if batch.draws is not None:
-            tokens[batch.draws.rows] = _draw(adjusted[batch.draws.rows], batch.draws)
-        if batch.penalties is not None:
-            self.history.append(batch.penalties.requests, batch.penalties.history, tokens[batch.penalties.rows])
-        logprobs = None
-        if batch.logprob_rows:
-            rows = batch.logprob_index
-            logprobs = Logprobs(batch.logprob_rows, *token_logprobs(logits[rows], tokens[rows], batch.num_top))
-        return Sampled(batch.requests, tokens, best.values.isfinite(), logprobs)
+        """logits float32 [R, V], one row for each request of the batch; they are left as they are.
 
-    def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
-        logits[penalties.rows] = penalize(
-            logits[penalties.rows],
-            self.history.in_prompt[penalties.history],
-            self.history.counts[penalties.history],
-            penalties.repetition,
-            penalties.presence,
-            penalties.frequency,
+        The outcome's way to the host begins at once.
+        """
+        allowed = self._allowed([batch.requests[row] for row in batch.guided]) if batch.guided else None
+        outcome = choose(logits, batch.rules, allowed)
+        self.history.expect(batch.penalised)
+        if not logits.is_cuda:
+            return Sampled(batch.requests, outcome.tokens, outcome, None)
+        on_host = outcome.to_pinned()
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Sampled(batch.requests, outcome.tokens, on_host, arrived)
+
+    def _compile(self) -> None:
+        """Have every form of the kernels compiled, so that no request waits for it."""
+        logits = torch.zeros(1, self.vocab_size, device=self.device)
+        choose(logits, None, None)
+        for cuts in (False, True):
+            records, bias = Rules.split(self._upload(Rules.flat(PLAIN.reshape(1), np.zeros(0, BIAS))), 1)
+            choose(logits, Rules(records, bias, self.history.in_prompt, self.history.counts, 0, cuts, num_top=-1), None)
+
+    def _wishes_of(self, request: Request) -> Wishes:
+        wishes = self._wishes.get(request.request_id)
+        if wishes is None or wishes.params is not request.sampling:
+            wishes = self._wishes[request.request_id] = self._make_wishes(request)
+        return wishes
+
+    def _make_wishes(self, request: Request) -> Wishes:
+        params = request.sampling
+        rule = PLAIN.copy()
+        rule["seed"] = _signed(request.seed)
+        if not params.greedy:
+            rule["inverse_temperature"] = 1 / params.temperature
+            rule["top_k"] = min(params.top_k, self.vocab_size)
+            rule["top_p"] = params.top_p
+            rule["log_min_p"] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        rule["repetition"] = params.repetition_penalty
+        rule["presence"], rule["frequency"] = params.presence_penalty, params.frequency_penalty
+        if params.logprobs is not None:
+            rule["num_top"] = min(params.logprobs, self.vocab_size)
+        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        biased = bool(params.logit_bias) or params.min_tokens > 0
+        special = penalised or biased or params.logprobs is not None or request.guide is not None
+        return Wishes(
+            params=params,
+            rule=rule.tobytes(),
+            cuts=not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+            penalised=penalised,
+            biased=biased,
+            plain=params.greedy and not special,
         )
 
-    def _prepare_penalties(self, requests: list[Request]) -> Penalties | None:
-        rows = [row for row, request in enumerate(requests) if _is_penalised(request.sampling)]
-        if not rows:
-            return None
-        chosen = [requests[row] for row in rows]
-        return Penalties(
-            rows=self._integers(rows),
-            requests=chosen,
-            history=self._integers(self.history.rows(chosen)),
-            repetition=self._floats([request.sampling.repetition_penalty for request in chosen]),
-            presence=self._floats([request.sampling.presence_penalty for request in chosen]),
-            frequency=self._floats([request.sampling.frequency_penalty for request in chosen]),
-        )
-
-    def _prepare_bias(self, requests: list[Request]) -> Bias | None:
-        rows: list[int] = []
-        ids: list[int] = []
-        values: list[float] = []
-        for row, request in enumerate(requests):
+    def _bias(self, records: npt.NDArray[np.void], requests: list[Request], biased: list[int]) -> npt.NDArray[np.void]:
+        """BIASes of these rows, side by side; their places go into the records."""
+        entries: list[tuple[int, float]] = []
+        for row in biased:
+            request = requests[row]
             banned = self._banned(request) if request.guide is None else []
-            bias = request.sampling.logit_bias | dict.fromkeys(banned, -math.inf)
-            rows += [row] * len(bias)
-            ids += bias.keys()
-            values += bias.values()
-        return Bias(self._integers(rows), self._integers(ids), self._floats(values)) if rows else None
+            records["bias_first"][row] = len(entries)
+            entries += sorted((request.sampling.logit_bias | dict.fromkeys(banned, -math.inf)).items())
+            records["bias_last"][row] = len(entries)
+        return np.array(entries, dtype=BIAS)
 
     def _banned(self, request: Request) -> list[int]:
         if request.num_generated >= request.sampling.min_tokens:
@@ -266,52 +221,8 @@ class Sampler:
             request.guide.fill(words, avoid=self._banned(request) + eos)
         return self._upload(allowed)
 
-    def _prepare_draws(self, requests: list[Request]) -> Draws | None:
-        rows = [row for row, request in enumerate(requests) if not request.sampling.greedy]
-        if not rows:
-            return None
-        chosen = [requests[row] for row in rows]
-        return Draws(
-            rows=self._integers(rows),
-            temperature=self._floats([request.sampling.temperature for request in chosen]),
-            seeds=self._integers([_signed(request.seed) for request in chosen]),
-            positions=self._integers([request.num_tokens for request in chosen]),
-            cuts=self._prepare_cuts([request.sampling for request in chosen]),
-        )
-
-    def _prepare_cuts(self, params: list[SamplingParams]) -> Cuts | None:
-        rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-        if not rows:
-            return None
-        return Cuts(
-            rows=self._integers(rows),
-            top_k=self._integers([min(params[row].top_k, self.vocab_size) for row in rows]),
-            top_p=self._floats([params[row].top_p for row in rows]),
-            min_p=self._floats([params[row].min_p for row in rows]),
-        )
-
-    def _integers(self, values: list[int]) -> Tensor:
-        return self._upload(torch.tensor(values, dtype=torch.int64))
-
-    def _floats(self, values: list[float]) -> Tensor:
-        return self._upload(torch.tensor(values, dtype=torch.float32))
-
     def _upload(self, values: Tensor) -> Tensor:
-        if self.device.type == "cpu":
-            return values
-        return values.pin_memory().to(self.device, non_blocking=True)
-
-
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    logits = logits / draws.temperature[:, None]
-    cuts = draws.cuts
-    if cuts is not None:
-        logits[cuts.rows] = truncate(logits[cuts.rows], cuts.top_k, cuts.top_p, cuts.min_p)
-    return sample_tokens(logits, draws.seeds, draws.positions)
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
 
 
 def _signed(seed: int) -> int:

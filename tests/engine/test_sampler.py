@@ -55,7 +55,7 @@ def test_probabilities_are_the_references(number: int) -> None:
     logits = penalize(
         logits, in_prompt, torch.zeros(1, VOCAB, dtype=torch.int32), off + case["repetition_penalty"], off, off
     )
-    logits = truncate(logits / case["temperature"], torch.tensor([case["top_k"]]), off + case["top_p"], off)
+    logits = truncate(logits / case["temperature"], torch.tensor([case["top_k"]]), off + case["top_p"], off.log())
     probs = logits.softmax(-1)
     torch.testing.assert_close(probs, tensors[f"sampling/probs_{number}"], atol=1e-6, rtol=1e-5)
     assert int((probs > 0).sum()) == case["kept"]
@@ -206,17 +206,20 @@ def test_min_tokens_bans_eos_and_stop_ids_until_reached() -> None:
 def test_min_p_leaves_what_is_near_the_best() -> None:
     logits = torch.tensor([[0.0, -0.5, -2.0, -9.0]])
     none, one = torch.tensor([0]), torch.ones(1)
-    kept = truncate(logits, none, one, torch.tensor([0.5])).isfinite()
+    kept = truncate(logits, none, one, torch.tensor([0.5]).log()).isfinite()
     assert kept.tolist() == [[True, True, False, False]]
-    assert truncate(logits, none, one, torch.tensor([1.0])).isfinite().sum() == 1
-    assert truncate(logits, none, one, torch.tensor([0.0])).isfinite().all()
+    assert truncate(logits, none, one, torch.tensor([1.0]).log()).isfinite().sum() == 1
+    assert truncate(logits, none, one, torch.tensor([0.0]).log()).isfinite().all()
 
 
-def test_equals_of_the_kth_stay_and_a_tiny_top_p_keeps_one() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    off = torch.zeros(1)
-    assert truncate(logits, torch.tensor([1]), off + 1, off).isfinite().tolist() == [[False, True, True, True]]
-    assert truncate(logits, torch.tensor([0]), off + 1e-6, off).isfinite().tolist() == [[False, True, False, False]]
+def test_equals_of_the_last_one_kept_stay() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 2.0]])
+    off, one = torch.tensor([-math.inf]), torch.ones(1)
+    without_1 = [[False, True, True, True, True]]
+    assert truncate(logits, torch.tensor([2]), one, off).isfinite().tolist() == without_1
+    assert truncate(logits, torch.tensor([0]), one * 0.6, off).isfinite().tolist() == without_1
+    for top_p in (0.4, 1e-6, 0.0):
+        assert truncate(logits, torch.tensor([0]), one * top_p, off).isfinite().nonzero().tolist() == [[0, 3]]
 
 
 def test_logprobs_are_the_models_own_and_finite() -> None:

@@ -1,7 +1,7 @@
 """Compile every Triton kernel for Hopper at deepseek-vl2-small's shapes; needs Triton, but no GPU.
 
 Run as a program of its own (`python -m tests.kernels.compile_kernels`): where kernels are interpreted for other tests,
-they cannot be compiled. Prints a line for each kernel.
+they cannot be compiled. Prints a line for each kernel: its name and those of the functions that it calls.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from kernels import (
     norm,
     patches,
     router,
+    sample_triton,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -44,6 +45,26 @@ POINTERS = {
     "tiles": "*u8",
 }
 BF16 = "*bf16"
+SAMPLING = {
+    "logits": "*fp32",
+    "records": "*i32",
+    "bias": "*i32",
+    "in_prompt": "*u8",
+    "counts": "*i32",
+    "words": "*i32",
+    "adjusted": "*fp32",
+    "best": "*i64",
+    "stats": "*fp32",
+    "mass": "*fp32",
+    "top": "*i64",
+    "values": "*fp32",
+    "ids": "*i32",
+    "tokens": "*i64",
+    "finite": "*i32",
+    "chosen": "*fp32",
+    "top_ids": "*i32",
+    "top_values": "*fp32",
+}
 NUMBERS = {"scale": "fp32", "eps": "fp32", "scaling_factor": "fp32"}
 
 
@@ -58,7 +79,14 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], 
         else:
             signature[name] = POINTERS.get(name) or NUMBERS.get(name) or "i32"
     triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
-    print(kernel.__name__, flush=True)
+    print(*sorted(functions_of(kernel)), flush=True)
+
+
+def functions_of(kernel: Any) -> set[str]:
+    """Names of a kernel and of the functions it calls."""
+    called = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
+    inner = [functions_of(function) for function in called if isinstance(function, triton.JITFunction)]
+    return {f"{kernel.__module__}.{kernel.__name__}"}.union(*inner)
 
 
 def main() -> None:
@@ -93,6 +121,13 @@ def main() -> None:
     compile_kernel(head_linear._head_linear, shape, ["x", "weight", "y"], **wide)
     arrays = ["query", "latent", "norm_weight", "kv_cache"]
     compile_kernel(latent_write._write_latents, {"HEADS": 16, "RANK": 512, "HALF": 32}, arrays, num_warps=4)
+    POINTERS.update(SAMPLING)
+    for plain, cuts in ((True, False), (False, False), (False, True)):
+        unfused: dict[str, Any] = {"enable_fp_fusion": False}
+        compile_kernel(sample_triton._scan, {"PLAIN": plain, "CHUNK": sample_triton.CHUNK}, [], num_warps=4, **unfused)
+        sizes = {"CHUNKS": 64, "BLOCK": sample_triton.BLOCK}
+        warps = 32 if cuts else 4
+        compile_kernel(sample_triton._choose, {"PLAIN": plain, "CUTS": cuts, **sizes}, [], num_warps=warps, **unfused)
 
 
 if __name__ == "__main__":
