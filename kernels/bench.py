@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,11 @@ from kernels.mla_decode import mla_decode, mla_decode_reference
 from kernels.moe import moe_experts, moe_experts_reference
 from kernels.norm import add_rms_norm
 from kernels.router import route
+from kernels.sample import choose, choose_reference
+from kernels.sample_rules import BIAS, PLAIN, RULE, Rules
 
 HEADS, NOPE, ROPE, RANK, VALUE = 16, 128, 64, 512, 128
+VOCAB = 102_400
 HIDDEN, EXPERTS, SHARED, TOPK, INNER = 2048, 64, 2, 6, 1408
 PAGE_SIZE = 64
 DEVICE = "cuda"
@@ -51,7 +55,16 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'kernel':14} {'shape':26} {'error':>9} {'us':>9} {'GB/s':>7} {'of floor':>8}")
     rows = []
-    for bench in (bench_mla_decode, bench_moe, bench_router, bench_norm, bench_head_linear, bench_latent_write):
+    benches = (
+        bench_mla_decode,
+        bench_moe,
+        bench_router,
+        bench_norm,
+        bench_head_linear,
+        bench_latent_write,
+        bench_sample,
+    )
+    for bench in benches:
         if arguments.only not in bench.__name__:
             continue
         for name, shape, error, seconds, moved in bench():
@@ -216,6 +229,32 @@ def bench_latent_write() -> Iterator[Measurement]:
         error = error_of(cache.view(-1, RANK + ROPE)[:tokens, :RANK], expected)
         moved = tokens * ((RANK + ROPE) * 4 + HEADS * ROPE * 4)
         yield "write_latents", f"{tokens} tokens", error, timed([run] * 8), moved
+
+
+def bench_sample() -> Iterator[Measurement]:
+    """The error is the share of rows whose token is not the reference's; the floor reads the logits once."""
+    kinds: dict[str, dict[str, float]] = {
+        "greedy": {},
+        "temperature": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-k 50": {"top_k": 50},
+    }
+    for name, fields in kinds.items():
+        for rows in (1, 64, 256):
+            buffers = [torch.randn(rows, VOCAB, device=DEVICE) * 3 for _ in range(max(2, min(16, 1024 // rows)))]
+            rules = None
+            if name != "greedy":
+                records = np.full(rows, PLAIN, dtype=RULE)
+                records["position"], records["inverse_temperature"] = range(rows), 1.0
+                for field, value in fields.items():
+                    records[field] = value
+                flat = Rules.flat(records, np.zeros(0, BIAS)).to(DEVICE)
+                none = torch.zeros(0, VOCAB, dtype=torch.int32, device=DEVICE)
+                rules = Rules(*Rules.split(flat, rows), none.bool(), none, num_places=0, cuts=bool(fields), num_top=-1)
+            expected = choose_reference(buffers[0], rules, None).tokens
+            error = float((choose(buffers[0], rules, None).tokens != expected).double().mean())
+            seconds = timed([partial(choose, logits, rules, None) for logits in buffers])
+            yield "sample", f"{name} {rows} rows", error, seconds, buffers[0].nbytes
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class Wishes:
     rule: bytes  # its record, but for what changes from step to step
     cuts: bool
     penalised: bool
+    bias: bytes  # its BIASes
     biased: bool  # a bias, or ids that are banned at first
     plain: bool  # greedy and nothing else
 
@@ -123,7 +124,7 @@ class Sampler:
         records["history"][with_history] = self.history.rows(penalised)
         guided = [row for row, request in enumerate(requests) if request.guide is not None]
         records["guide"][guided] = range(len(guided))
-        bias = self._bias(records, requests, [row for row, wish in enumerate(wishes) if wish.biased])
+        bias = self._bias(records, requests, wishes)
         adjusted = (records["history"] >= 0) | (records["guide"] >= 0) | (records["bias_last"] > records["bias_first"])
         num_places = int(adjusted.sum())
         records["place"][adjusted] = range(num_places)
@@ -188,20 +189,28 @@ class Sampler:
             rule=rule.tobytes(),
             cuts=not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
             penalised=penalised,
+            bias=np.array(sorted(params.logit_bias.items()), dtype=BIAS).tobytes(),
             biased=biased,
             plain=params.greedy and not special,
         )
 
-    def _bias(self, records: npt.NDArray[np.void], requests: list[Request], biased: list[int]) -> npt.NDArray[np.void]:
-        """BIASes of these rows, side by side; their places go into the records."""
-        entries: list[tuple[int, float]] = []
-        for row in biased:
-            request = requests[row]
-            banned = self._banned(request) if request.guide is None else []
-            records["bias_first"][row] = len(entries)
-            entries += sorted((request.sampling.logit_bias | dict.fromkeys(banned, -math.inf)).items())
-            records["bias_last"][row] = len(entries)
-        return np.array(entries, dtype=BIAS)
+    def _bias(
+        self, records: npt.NDArray[np.void], requests: list[Request], wishes: list[Wishes]
+    ) -> npt.NDArray[np.void]:
+        """The BIASes of all rows, side by side; their places go into the records."""
+        parts, lengths = [], [0] * len(requests)
+        for row, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
+            if wish.biased:
+                part = wish.bias
+                banned = self._banned(request) if request.guide is None else []
+                if banned:
+                    entries = request.sampling.logit_bias | dict.fromkeys(banned, -math.inf)
+                    part = np.array(sorted(entries.items()), dtype=BIAS).tobytes()
+                parts.append(part)
+                lengths[row] = len(part) // BIAS.itemsize
+        records["bias_last"] = np.cumsum(lengths)
+        records["bias_first"] = records["bias_last"] - lengths
+        return np.frombuffer(b"".join(parts), dtype=BIAS)
 
     def _banned(self, request: Request) -> list[int]:
         if request.num_generated >= request.sampling.min_tokens:

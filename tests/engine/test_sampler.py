@@ -171,6 +171,38 @@ def test_counts_follow_the_tokens_and_can_be_made_anew() -> None:
         assert tokens == [7, 8, 9] * 3
 
 
+def test_a_token_need_not_be_known_to_the_host_to_be_counted() -> None:
+    """The next step may be prepared and run while -1 stands for the token that is on its way."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.9, 2.8])
+    sampler, request = make_sampler(rows=1), make_request(temperature=0.0, frequency_penalty=0.25)
+    tokens = []
+    for _ in range(9):
+        sampled = sample(sampler, logits, request)
+        request.token_ids.append(-1)
+        tokens.append(sampled)
+    assert [int(sampled.token_ids[0]) for sampled in tokens] == [7, 8, 9] * 3
+
+
+def test_a_step_that_failed_is_run_again_with_the_same_counts() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 8]] = torch.tensor([3.0, 2.9])
+    sampler, request = make_sampler(rows=1), make_request(temperature=0.0, frequency_penalty=0.25)
+    assert [int(sample(sampler, logits, request).token_ids[0]) for _ in range(3)] == [7, 7, 7]
+    sampler.prepare([request])
+    request.token_ids.append(7)
+    assert [int(sample(sampler, logits, request).token_ids[0]) for _ in range(3)] == [8, 8, 8]
+
+
+def test_a_step_of_plain_greedy_rows_needs_no_rules() -> None:
+    sampler, plain = make_sampler(), make_request("a", temperature=0.0, top_p=0.5, top_k=3)
+    assert sampler.prepare([plain, plain]).rules is None
+    special: list[dict[str, Any]] = [{"logprobs": 0}, {"min_tokens": 1}, {"logit_bias": {3: 1.0}}]
+    special += [{"repetition_penalty": 1.1}, {"temperature": 1.0}]
+    for params in special:
+        assert sampler.prepare([plain, make_request("b", **{"temperature": 0.0, **params})]).rules is not None
+
+
 def test_neighbours_keep_their_own_penalties() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, [7, 8]] = torch.tensor([3.0, 2.0])

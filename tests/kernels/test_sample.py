@@ -41,7 +41,7 @@ def make_rules(rows: list[dict[str, Any]], vocab_size: int) -> tuple[Rules, Tens
     places = guides = 0
     for row, fields in enumerate(rows):
         record = records[row]
-        record["seed"], record["position"] = row * SEED_STEP - 5, row + 7
+        record["seed"], record["position"] = row % 1000 * SEED_STEP - 5, row + 7
         for name, value in fields.items():
             if name not in ("bias", "guide"):
                 record[name] = value
