@@ -13,6 +13,7 @@ Every size in this file is (width, height), and every grid is (columns, rows).
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -116,10 +117,19 @@ def tile_image(image: Image.Image, candidates: Sequence[Size], *, tiled: bool) -
     if image.mode != "RGB":
         raise ValueError(f"a picture must be RGB to be tiled, this one is {image.mode}")
     columns, rows = tile_grid(image.size, candidates, tiled=tiled)
-    overview = _cut(_fit(image, (TILE_SIZE, TILE_SIZE)))
-    # With one local tile both views are made by the same steps, so it need not be made again.
-    details = overview if columns == rows == 1 else _cut(_fit(image, (columns * TILE_SIZE, rows * TILE_SIZE)))
-    return TiledImage(np.concatenate([overview, details]), columns, rows, _digest(image, columns, rows))
+    # Shrinking the whole picture takes as long as all the rest: beside it, as neither holds Python's lock.
+    with ThreadPoolExecutor(1) as helper:
+        shrinking = helper.submit(_fit, image, (TILE_SIZE, TILE_SIZE))
+        digest = _digest(image, columns, rows)
+        # With one local tile both views are made by the same steps, so it need not be made again.
+        local = None if columns == rows == 1 else _fit(image, (columns * TILE_SIZE, rows * TILE_SIZE))
+        tiles = np.empty((1 + columns * rows, 3, TILE_SIZE, TILE_SIZE), dtype=np.uint8)
+        if local is not None:
+            _cut(local, tiles[1:])
+        _cut(shrinking.result(), tiles[:1])
+    if local is None:
+        tiles[1:] = tiles[:1]
+    return TiledImage(tiles, columns, rows, digest)
 
 
 def _end_rows(features: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -142,16 +152,17 @@ def _fit(image: Image.Image, size: Size) -> Image.Image:
         width = round(image.width / image.height * height)
     canvas = Image.new("RGB", size, PAD_COLOR)
     if width and height:
-        resized = image.resize((width, height), Image.Resampling.BICUBIC)
+        fits = image.size == (width, height)  # then `resize` would copy it
+        resized = image if fits else image.resize((width, height), Image.Resampling.BICUBIC)
         canvas.paste(resized, (round((size[0] - width) * 0.5), round((size[1] - height) * 0.5)))
     return canvas
 
 
-def _cut(view: Image.Image) -> npt.NDArray[np.uint8]:
-    """A view whose sides are multiples of 384 -> uint8 [tiles, 3, 384, 384], row by row."""
+def _cut(view: Image.Image, tiles: npt.NDArray[np.uint8]) -> None:
+    """A view whose sides are multiples of 384 into uint8 [tiles, 3, 384, 384], row by row."""
     rows, columns = view.height // TILE_SIZE, view.width // TILE_SIZE
     pixels = np.asarray(view, dtype=np.uint8).reshape(rows, TILE_SIZE, columns, TILE_SIZE, 3)
-    return np.ascontiguousarray(pixels.transpose(0, 2, 4, 1, 3)).reshape(-1, 3, TILE_SIZE, TILE_SIZE)
+    tiles.reshape(rows, columns, 3, TILE_SIZE, TILE_SIZE)[:] = pixels.transpose(0, 2, 4, 1, 3)
 
 
 def _digest(image: Image.Image, columns: int, rows: int) -> bytes:
@@ -160,4 +171,6 @@ def _digest(image: Image.Image, columns: int, rows: int) -> bytes:
     The sizes are part of it: pixel bytes alone are equal for a 100x400 and a 400x100 picture of one colour.
     """
     plan = f"{image.mode} {image.width}x{image.height} in {columns}x{rows} tiles of {TILE_SIZE}\n"
-    return hashlib.sha256(plan.encode() + image.tobytes()).digest()
+    digest = hashlib.sha256(plan.encode())
+    digest.update(image.tobytes())
+    return digest.digest()

@@ -15,6 +15,7 @@ a file name is only a hint and is not looked at.
 
 import base64
 import binascii
+import contextlib
 import re
 import struct
 import warnings
@@ -193,6 +194,8 @@ def _covered_box(image: ImageFile.ImageFile) -> tuple[int, int, int, int]:
 def _to_rgb(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
     """Any mode that the six readers give -> RGB, transparency on white."""
     transparency = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(image, JpegImageFile):
+        return image  # nearly every picture, and `convert` would copy it
     if image.mode == "F":
         raise MediaError("floating-point pixels are not supported: nothing says which value is white; send 8 or 16 bit")
     if image.mode == "I" or image.mode in _GREY_16_MODES:
@@ -301,6 +304,10 @@ def _base64_bytes(text: str, part: str, max_bytes: int) -> bytes:
 
     ``part`` names the text in errors.
     """
+    if len(text) * 3 // 4 <= max_bytes:
+        # As programs send it, which is nearly always: one pass, where what follows takes ten times as long.
+        with contextlib.suppress(ValueError):  # binascii.Error is one; so is what it says of characters beyond ASCII
+            return base64.b64decode(text, validate=True)
     if "%" in text:
         for escape, character in _PERCENT_ENCODED.items():
             text = text.replace(escape, character).replace(escape.lower(), character)

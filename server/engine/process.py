@@ -113,7 +113,7 @@ class EngineProcess:
     def post(self, message: ToEngine) -> None:
         """Send without waiting: ZeroMQ keeps the order, and sends at once unless its buffer is full."""
         assert self._socket is not None
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(self._encoder.encode(message), copy=False)  # megabytes, where there are pictures
 
     async def stop(self) -> None:
         """End the process, by force if it does not end by itself, and remove its socket. May be called twice."""
