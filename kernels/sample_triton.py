@@ -47,6 +47,8 @@ CHUNK = 2048
 """Logits a program of `_scan` looks at."""
 BLOCK = 8192
 """Logits a program of `_choose` looks at together, and what its list of candidates holds."""
+CUT_WARPS = 32
+"""Warps of a program of `_choose` that may have to look at its whole row."""
 
 
 def choose_triton(logits: Tensor, rules: Rules | None, allowed: Tensor | None) -> Outcome:
@@ -91,7 +93,7 @@ def choose_triton(logits: Tensor, rules: Rules | None, allowed: Tensor | None) -
         out.tokens, out.finite, chosen, top_ids, top_values,
         vocab_size, logits.stride(0), chunks,
         PLAIN=plain, CUTS=cuts, CHUNKS=triton.next_power_of_2(chunks), BLOCK=BLOCK,
-        num_warps=32 if cuts else 4, enable_fp_fusion=False,
+        num_warps=CUT_WARPS if cuts else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

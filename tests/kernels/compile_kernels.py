@@ -126,7 +126,7 @@ def main() -> None:
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         compile_kernel(sample_triton._scan, {"PLAIN": plain, "CHUNK": sample_triton.CHUNK}, [], num_warps=4, **unfused)
         sizes = {"CHUNKS": 64, "BLOCK": sample_triton.BLOCK}
-        warps = 32 if cuts else 4
+        warps = sample_triton.CUT_WARPS if cuts else 4
         compile_kernel(sample_triton._choose, {"PLAIN": plain, "CUTS": cuts, **sizes}, [], num_warps=warps, **unfused)
 
 
