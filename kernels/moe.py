@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import silu_mul_reference
-from kernels.lang import tl, triton, use_triton
+from kernels.lang import pdl, tl, triton, use_triton
 from kernels.moe_products import product, sort_by_expert
 from kernels.moe_strips import experts_by_strips
 from kernels.tiles import ExpertsPlan, StripStep, default_plan
@@ -57,7 +57,8 @@ def moe_experts_triton(
 
 
 def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-    (tokens, width), (experts, _, inner) = hidden.shape, down.shape
+    (tokens, width), (experts, doubled, _) = hidden.shape, gate_up.shape
+    inner = doubled // 2
     shapes = {
         "gate_up": (gate_up, (experts, 2 * inner, width), hidden.dtype),
         "down": (down, (experts, width, inner), hidden.dtype),
@@ -103,12 +104,15 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
     (tokens, topk), width = weights.shape, outputs.shape[1]
     out = torch.empty(tokens, width, dtype=outputs.dtype, device=outputs.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    _weighted_sum[grid](outputs, weights, out, width, TOPK=topk, BLOCK=1024, num_warps=4)
+    _weighted_sum[grid](outputs, weights, out, width, TOPK=topk, BLOCK=1024, num_warps=4, **pdl(outputs))
     return out
 
 
 @triton.jit
-def _weighted_sum(outputs, weights, out, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum(outputs, weights, out, width, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = column < width

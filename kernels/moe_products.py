@@ -16,7 +16,7 @@ blocks of an expert run side by side (`Tiles.group`).
 import torch
 from torch import Tensor
 
-from kernels.lang import tl, triton
+from kernels.lang import pdl, tl, triton
 from kernels.tiles import Tiles
 
 _INTERPRETED_PROCESSORS = 2
@@ -29,8 +29,9 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(pairs, dtype=torch.int32, device=expert_ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=expert_ids.device)
     block = min(max(triton.next_power_of_2(pairs), 128), 8192)
+    warps = min(max(block // 512, 4), 16)
     _sort_by_expert[(experts,)](
-        expert_ids, order, starts, pairs, experts, BLOCK=block, num_warps=min(max(block // 512, 4), 16)
+        expert_ids, order, starts, pairs, experts, BLOCK=block, num_warps=warps, **pdl(expert_ids)
     )
     return order, starts
 
@@ -65,6 +66,7 @@ def product(
         EVEN=in_width % tiles.depth == 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **pdl(x),
     )
     return y
 
@@ -76,8 +78,11 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _sort_by_expert(expert_ids, order, starts, pairs, experts, BLOCK: tl.constexpr):
+def _sort_by_expert(expert_ids, order, starts, pairs, experts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One expert's part of the order: it begins after all pairs of lower experts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     lower = tl.zeros((BLOCK,), tl.int32)
@@ -113,7 +118,11 @@ def _product(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     slot = tl.arange(0, SLOTS)
     start = tl.load(starts + slot, mask=slot < experts, other=0)
     end = tl.load(starts + slot + 1, mask=slot < experts, other=0)

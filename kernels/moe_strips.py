@@ -15,7 +15,7 @@ together, 20 to 40 KB, and several programs share a multiprocessor.
 import torch
 from torch import Tensor
 
-from kernels.lang import tl, triton
+from kernels.lang import pdl, tl, triton
 from kernels.tiles import MOST_STRIP_PAIRS, StripStep
 
 
@@ -41,6 +41,7 @@ def experts_by_strips(
         COLUMNS=first.columns,
         DEPTH=triton.next_power_of_2(width),
         num_warps=first.warps,
+        **pdl(hidden),
     )
     out = torch.empty_like(hidden)
     _down_strips[(tokens, triton.cdiv(width, second.columns))](
@@ -56,6 +57,7 @@ def experts_by_strips(
         COLUMNS=second.columns,
         DEPTH=triton.next_power_of_2(inner),
         num_warps=second.warps,
+        **pdl(hidden),
     )
     return out
 
@@ -73,8 +75,13 @@ def _gate_up_strips(
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """activated[pair, columns] for all pairs of the expert of pair program_id(1), if that is the first of them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before the wait: so the next kernel may read expert_ids at its start.
+        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(1)
     slot = tl.arange(0, SLOTS)
     expert = tl.load(expert_ids + first)
@@ -114,8 +121,11 @@ def _down_strips(
     CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out[token, columns]: the sum over the token's experts."""
+    """out[token, columns]: the sum over the token's experts. Weights are on their way before the activations exist."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     choice = tl.arange(0, CHOICES)
     chosen = choice < TOPK
@@ -127,6 +137,8 @@ def _down_strips(
     rows = tl.minimum(column, out_width - 1)[:, None] * in_width + depth[None, :]
     matrix = weight + expert * out_width * in_width
     w = tl.load(matrix[:, None, None] + rows[None, :, :], mask=used[:, None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(activated + pair[:, None] * in_width + depth[None, :], mask=used, other=0.0).to(tl.float32)
     x *= tl.load(weights + pair, mask=chosen, other=0.0)[:, None]
     y = tl.sum(tl.sum(w.to(tl.float32) * x[:, None, :], 0), 1)

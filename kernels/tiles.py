@@ -178,7 +178,9 @@ def _step(entry: dict[str, Any]) -> Step:
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ValueError(f"tokens must be a positive number or null, got {tokens!r}")
     if form not in ("tiles", "strips") or set(entry) != {"gate_up", "down"}:
-        raise ValueError(f'a step has "tokens", "form" ("tiles" or "strips"), "gate_up" and "down", got {entry}, {form!r}')
+        raise ValueError(
+            f'a step has "tokens", "form" ("tiles" or "strips"), "gate_up" and "down", got {entry}, {form!r}'
+        )
     if form == "strips":
         return StripStep(tokens, _numbers(Strips, entry["gate_up"]), _numbers(Strips, entry["down"]))
     return TileStep(tokens, _numbers(Tiles, entry["gate_up"]), _numbers(Tiles, entry["down"]))
