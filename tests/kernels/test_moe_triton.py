@@ -1,4 +1,4 @@
-"""The experts' kernels against the torch reference: interpreted in float32 and float16, compiled where there is a GPU."""
+"""The experts' kernels against the torch reference: interpreted on a CPU, compiled where there is a GPU."""
 
 from collections.abc import Iterator
 
