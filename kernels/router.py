@@ -9,17 +9,21 @@
 hidden [T, hidden_size] any float dtype, weight float32 [experts, hidden_size].
 Cost: T * experts * hidden_size multiply-adds; the weight read once.
 
-The Triton form takes two launches: the logits, and, a program a token, the choice. It serves one group.
+The Triton form takes two launches: the logits, and, a program a token, the choice. It serves one group. The logits of
+few tokens are a row of W a time in registers; those of many are a product by matrix units, where float32 weights are
+split in two parts of 11 bits (tf32x3: what is lost is below 2^-21 of a term), and float32 tokens multiplied as such.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.lang import tl, triton, use_triton
+from kernels.lang import pdl, tl, triton, use_triton
 
 _MOST_CHOICES = 16
 """Experts a token that the Triton form can choose."""
+_FEW_TOKENS = 64
+"""Up to this many, the logits are computed token by token."""
 
 
 def route(
@@ -35,10 +39,12 @@ def route(
     num_groups: int,
     topk_groups: int,
     num_shared: int = 0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Experts int64 [T, topk + num_shared], and their weights float32 of the same shape.
 
     The chosen come first, in no defined order; then the shared experts, numbered after the routed, with weight 1.
+    `batch_invariant` makes the Triton form compute a token alike in any batch.
     """
     if use_triton(hidden) and num_groups == 1 and method in ("greedy", "noaux_tc") and topk <= _MOST_CHOICES:
         bias = correction_bias if method == "noaux_tc" else None
@@ -51,6 +57,7 @@ def route(
             normalize=normalize,
             scaling_factor=scaling_factor,
             num_shared=num_shared,
+            batch_invariant=batch_invariant,
         )
     logits = hidden.float() @ weight.t()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
@@ -95,11 +102,10 @@ def route_triton(
     normalize: bool,
     scaling_factor: float,
     num_shared: int = 0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = len(hidden), len(weight)
-    logits = torch.empty(tokens, experts, dtype=torch.float32, device=hidden.device)
-    grid = (tokens, triton.cdiv(experts, 8))
-    _logits[grid](hidden, weight, logits, experts, hidden.shape[1], EXPERTS=8, CHUNK=512, num_warps=4)
+    logits = _logits_triton(hidden, weight, by_blocks=batch_invariant or tokens > _FEW_TOKENS)
     chosen = torch.empty(tokens, topk + num_shared, dtype=torch.int64, device=hidden.device)
     weights = torch.empty(tokens, topk + num_shared, dtype=torch.float32, device=hidden.device)
     _choose[(tokens,)](
@@ -117,27 +123,93 @@ def route_triton(
         NORMALIZE=normalize and topk > 1,
         CHOICES=_MOST_CHOICES,
         num_warps=1,
+        **pdl(hidden),
     )
     return chosen, weights
 
 
+def _logits_triton(hidden: Tensor, weight: Tensor, *, by_blocks: bool) -> Tensor:
+    """Float32 [T, experts]; by blocks of tokens, or token by token."""
+    (tokens, width), experts = hidden.shape, len(weight)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=hidden.device)
+    if by_blocks:
+        rows = 32
+        _logits_of_blocks[(triton.cdiv(tokens, rows),)](
+            hidden,
+            weight,
+            logits,
+            tokens,
+            experts,
+            width,
+            ROWS=rows,
+            EXPERTS=max(triton.next_power_of_2(experts), 16),
+            DEPTH=64,
+            PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32x3",
+            num_warps=4,
+            num_stages=3,
+            **pdl(hidden),
+        )
+    else:
+        _logits[(tokens, triton.cdiv(experts, 2))](
+            hidden,
+            weight,
+            logits,
+            experts,
+            width,
+            EXPERTS=2,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=4,
+            **pdl(hidden),
+        )
+    return logits
+
+
 @triton.jit
-def _logits(hidden, weight, logits, experts, width, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """A few experts' logits of one token."""
+def _logits(hidden, weight, logits, experts, width, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """A few experts' logits of one token; their weights are on their way before the token exists."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     present = expert < experts
-    acc = tl.zeros((EXPERTS, CHUNK), tl.float32)
-    for start in range(0, width, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        x = tl.load(hidden + token * width + column, mask=column < width, other=0.0).to(tl.float32)
-        w = tl.load(
-            weight + expert[:, None] * width + column[None, :],
-            mask=present[:, None] & (column < width)[None, :],
-            other=0.0,
-        )
-        acc += w * x[None, :]
-    tl.store(logits + token * experts + expert, tl.sum(acc, 1), mask=present)
+    column = tl.arange(0, WIDTH)
+    used = column < width
+    w = tl.load(weight + expert[:, None] * width + column[None, :], mask=present[:, None] & used[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(hidden + token * width + column, mask=used, other=0.0).to(tl.float32)
+    tl.store(logits + token * experts + expert, tl.sum(w * x[None, :], 1), mask=present)
+
+
+@triton.jit
+def _logits_of_blocks(
+    hidden,
+    weight,
+    logits,
+    tokens,
+    experts,
+    width,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All experts' logits of ROWS tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    here, present = token < tokens, expert < experts
+    acc = tl.zeros((ROWS, EXPERTS), tl.float32)
+    for first in range(0, width, DEPTH):
+        at = first + tl.arange(0, DEPTH)
+        used = at < width
+        x = tl.load(hidden + token[:, None] * width + at[None, :], mask=here[:, None] & used[None, :], other=0.0)
+        w = tl.load(weight + expert[None, :] * width + at[:, None], mask=present[None, :] & used[:, None], other=0.0)
+        acc = tl.dot(x.to(tl.float32), w, acc, input_precision=PRECISION)
+    tl.store(logits + token[:, None] * experts + expert[None, :], acc, mask=here[:, None] & present[None, :])
 
 
 @triton.jit
@@ -155,8 +227,12 @@ def _choose(
     BIASED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The TOPK best experts of one token; of equals, the lowest number."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     present = expert < experts

@@ -1,11 +1,14 @@
 """The decoder's MLPs: one dense, or a router with routed and shared experts (DeepSeekMoE)."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
 from kernels.activation import silu_mul
 from kernels.moe import moe_experts
 from kernels.router import route
+from kernels.tiles import ExpertsPlan, plan_for
 from model.config import LanguageConfig
 
 
@@ -34,7 +37,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[T, hidden_size] to the same."""
         expert_ids, weights = self.router(hidden_states)
-        return moe_experts(hidden_states, self.experts.gate_up_weight, self.experts.down_weight, expert_ids, weights)
+        experts = self.experts
+        return moe_experts(
+            hidden_states, experts.gate_up_weight, experts.down_weight, expert_ids, weights, experts.plan
+        )
 
 
 class Router(nn.Module):
@@ -76,3 +82,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+
+    @cached_property
+    def plan(self) -> ExpertsPlan:
+        """How the kernels are cut for these weights on their device. Raises TilesError for an unusable table."""
+        return plan_for(self.gate_up_weight)

@@ -6,6 +6,7 @@ they cannot be compiled. Prints a line for each kernel: its name and those of th
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,27 +19,31 @@ from kernels import (
     mha_decode,
     mla_decode,
     moe,
+    moe_products,
+    moe_strips,
     norm,
     patches,
     router,
     sample_triton,
 )
+from kernels.tiles import FOLDER, Tiles, TileStep, default_plan, load_table
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have of it on Hopper."""
 POINTERS = {
     "block_table": "*i64",
     "context_lens": "*i64",
     "slots": "*i64",
     "chosen": "*i64",
     "expert_ids": "*i64",
-    "counts": "*i32",
-    "table": "*i32",
+    "order": "*i32",
+    "starts": "*i32",
     "partial": "*fp32",
     "stats": "*fp32",
     "logits": "*fp32",
     "bias": "*fp32",
     "weights": "*fp32",
-    "places": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
     "offset": "*fp32",
@@ -78,7 +83,11 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], 
             signature[name] = BF16
         else:
             signature[name] = POINTERS.get(name) or NUMBERS.get(name) or "i32"
-    triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith("width")]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+    if compiled.metadata.shared > SHARED_MEMORY:
+        raise ValueError(f"{kernel.__name__} {constants} {options} takes {compiled.metadata.shared} B of shared memory")
     print(*sorted(functions_of(kernel)), flush=True)
 
 
@@ -95,13 +104,7 @@ def main() -> None:
     compile_kernel(mla_decode._attend, {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": 32}, cached, **wide)
     compile_kernel(mla_decode._combine, {"SPLITS": 32, "WIDTH": 512}, ["out"], num_warps=4)
     compile_kernel(mha_decode._attend_head, {"DIM": 128, "PAGE": 64, "TOKENS": 32}, cached, **wide)
-    product = {"SLOTS": 128, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
-    for gated in (True, False):
-        compile_kernel(moe._product, {"GATED": gated, **product}, ["x", "weight", "y"], num_warps=4, num_stages=4)
-    compile_kernel(moe._list_pairs, {"BLOCK": 256}, [], num_warps=4)
-    for placed in (True, False):
-        constants = {"TOPK": 8, "PLACED": placed, "BLOCK": 1024}
-        compile_kernel(moe._weighted_sum, constants, ["outputs", "out"], num_warps=4)
+    compile_experts()
     compile_kernel(activation._silu_mul, {"BLOCK": 1024}, ["x", "y"], num_warps=4)
     for add in (True, False):
         arrays = ["rows", "residual", "weight", "out", "total"]
@@ -113,9 +116,11 @@ def main() -> None:
     shape = {"SIDE": 27, "MERGED": 14, "RATIO": 2, "BLOCK": 1024}
     compile_kernel(patches._merge_patches, shape | pdl, ["features", "out"], num_warps=4)
     POINTERS["weight"] = "*fp32"  # of the router, which is float32
-    compile_kernel(router._logits, {"EXPERTS": 8, "CHUNK": 512}, ["hidden"], num_warps=4)
+    compile_kernel(router._logits, {"EXPERTS": 2, "WIDTH": 2048} | pdl, ["hidden"], num_warps=4)
+    shape = {"ROWS": 32, "EXPERTS": 64, "DEPTH": 64, "PRECISION": "tf32x3"}
+    compile_kernel(router._logits_of_blocks, shape | pdl, ["hidden"], **wide)
     for softmax in (True, False):
-        rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax}
+        rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax, **pdl}
         compile_kernel(router._choose, {"TOPK": 6, "SHARED": 2, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
     shape = {"ROWS": 16, "COLUMNS": 128, "DEPTH": 128}
     compile_kernel(head_linear._head_linear, shape, ["x", "weight", "y"], **wide)
@@ -128,6 +133,32 @@ def main() -> None:
         sizes = {"CHUNKS": 64, "BLOCK": sample_triton.BLOCK}
         warps = sample_triton.CUT_WARPS if cuts else 4
         compile_kernel(sample_triton._choose, {"PLAIN": plain, "CUTS": cuts, **sizes}, [], num_warps=warps, **unfused)
+
+
+def compile_experts() -> None:
+    """With every tile shape of the default plan and of the tables, at small's width."""
+    plans = [default_plan(torch.bfloat16)]
+    for path in FOLDER.glob("*.json"):
+        plans += load_table(path).values()
+    pdl, shape = {"PDL": True}, {"TOPK": 8, "DEPTH": 2048}
+    products: set[tuple[bool, Tiles]] = set()
+    for step in (step for plan in plans for step in plan.steps):
+        if isinstance(step, TileStep):
+            products |= {(True, step.gate_up), (False, step.down)}
+            continue
+        constants = {"SLOTS": 32, "COLUMNS": step.gate_up.columns, **shape, **pdl}
+        arrays = ["hidden", "weight", "activated"]
+        compile_kernel(moe_strips._gate_up_strips, constants, arrays, num_warps=step.gate_up.warps)
+        constants = {"CHOICES": 8, "COLUMNS": step.down.columns, **shape, **pdl}
+        arrays = ["activated", "weight", "out"]
+        compile_kernel(moe_strips._down_strips, constants, arrays, num_warps=step.down.warps)
+    for gated, tiles in products:
+        sides = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "GROUP": tiles.group}
+        constants = {"TOPK": 8, "SLOTS": 128, "GATED": gated, "EVEN": True, **sides, **pdl}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        compile_kernel(moe_products._product, constants, ["x", "weight", "y"], **options)
+    compile_kernel(moe_products._sort_by_expert, {"BLOCK": 8192, **pdl}, [], num_warps=16)
+    compile_kernel(moe._weighted_sum, {"TOPK": 8, "BLOCK": 1024, **pdl}, ["outputs", "out"], num_warps=4)
 
 
 if __name__ == "__main__":
