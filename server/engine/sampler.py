@@ -100,6 +100,8 @@ class Sampler:
     """`prepare` before the forward pass, `sample` after it: neither waits for the device."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_id: int, device: torch.device) -> None:
+        if vocab_size < MAX_LOGPROBS:
+            raise ValueError(f"a vocabulary of {vocab_size} has fewer tokens than may be asked for: {MAX_LOGPROBS}")
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.device = device
@@ -180,7 +182,7 @@ class Sampler:
         rule["repetition"] = params.repetition_penalty
         rule["presence"], rule["frequency"] = params.presence_penalty, params.frequency_penalty
         if params.logprobs is not None:
-            rule["num_top"] = min(params.logprobs, self.vocab_size)
+            rule["num_top"] = params.logprobs
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         biased = bool(params.logit_bias) or params.min_tokens > 0
         special = penalised or biased or params.logprobs is not None or request.guide is not None
