@@ -23,6 +23,7 @@ from kernels.norm import add_rms_norm
 from kernels.router import route
 from kernels.sample import choose, choose_reference
 from kernels.sample_rules import BIAS, PLAIN, RULE, Rules
+from kernels.tiles import plan_for
 
 HEADS, NOPE, ROPE, RANK, VALUE = 16, 128, 64, 512, 128
 VOCAB = 102_400
@@ -141,6 +142,7 @@ def bench_moe() -> Iterator[Measurement]:
         (random(EXPERTS + SHARED, 2 * INNER, HIDDEN, std=0.02), random(EXPERTS + SHARED, HIDDEN, INNER, std=0.02))
         for _ in range(3)
     ]
+    plan = plan_for(layers[0][0])
     shared = torch.arange(EXPERTS, EXPERTS + SHARED, device=DEVICE)
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192):
         x = random(tokens, HIDDEN)
@@ -151,7 +153,7 @@ def bench_moe() -> Iterator[Measurement]:
         expected = moe_experts_reference(
             x[few].double(), layers[0][0].double(), layers[0][1].double(), ids[few], weights[few].double()
         )
-        calls = [partial(moe_experts, x, *layer, ids, weights) for layer in layers]
+        calls = [partial(moe_experts, x, *layer, ids, weights, plan) for layer in layers]
         error = error_of(calls[0]()[few], expected)
         seconds = timed(calls)
         touched = len(ids.unique())
@@ -162,7 +164,7 @@ def bench_moe() -> Iterator[Measurement]:
 
 def bench_router() -> Iterator[Measurement]:
     weight = torch.randn(EXPERTS, HIDDEN, device=DEVICE)
-    for tokens in (1, 8, 32, 256):
+    for tokens in (1, 8, 32, 256, 8192):
         x = random(tokens, HIDDEN)
 
         run = partial(
