@@ -132,14 +132,20 @@ def _wrap(seed: int) -> int:
 
 
 class Generation:
-    """Jobs in flight. Their deltas come as the engine makes them; `close` aborts what still runs."""
+    """Jobs in flight. Their deltas come as the engine makes them; `close` aborts what still runs.
+
+    Several jobs run in tasks of their own, which start at once and meet in a queue. A lone one, as most are, starts
+    with the first delta that is waited for, and has neither: they take a fifth of the time that a token takes here.
+    """
 
     def __init__(self, engine: EngineClient, jobs: Sequence[Job]) -> None:
-        """Must be made on the event loop: the jobs start at once."""
-        self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(QUEUED_DELTAS)
+        """Must be made on the event loop."""
         self._unfinished = len(jobs)
         self._first: tuple[int, Delta] | None = None
-        self._tasks = [asyncio.create_task(self._pump(engine, index, job)) for index, job in enumerate(jobs)]
+        self._lone = _run(engine, jobs[0]) if len(jobs) == 1 else None
+        self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(QUEUED_DELTAS)
+        several = [] if self._lone is not None else jobs
+        self._tasks = [asyncio.create_task(self._pump(engine, index, job)) for index, job in enumerate(several)]
 
     async def begin(self) -> None:
         """Wait for the first delta: until then a refusal can still become an HTTP status. Closes if it fails."""
@@ -160,12 +166,20 @@ class Generation:
             yield await self._next()
 
     async def close(self) -> None:
-        """Abort the jobs that still run, and wait until the engine knows."""
+        """Abort the jobs that still run, and wait until the engine knows. Nobody may be waiting for a delta."""
+        if self._lone is not None:
+            await self._lone.aclose()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _next(self) -> tuple[int, Delta]:
+        if self._lone is not None:
+            delta = await anext(self._lone)
+            if delta.finish_reason is not None:
+                self._unfinished = 0
+                await self._lone.aclose()  # after a stop string the engine would go on
+            return 0, delta
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item

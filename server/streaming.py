@@ -19,6 +19,7 @@ import asyncio
 import codecs
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -81,6 +82,8 @@ class StopMatcher:
         """The text that is now certain. After a match (`matched`) nothing more comes out."""
         if self.matched:
             return ""
+        if not self._stop:
+            return text
         self._held += text
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
@@ -98,7 +101,7 @@ class StopMatcher:
 
     def _undecided(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
@@ -256,29 +259,40 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._end = end
+        self._writing_since: float | None = None  # of time.monotonic(), while a write waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_disconnect(receive))
+        stuck = asyncio.ensure_future(self._stuck())
         try:
-            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, gone, stuck}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
             else:
                 current().aborted = True
-        except TimeoutError:
-            current().aborted = True
-            logger.warning("a stream was cut off: its client does not read")
+                if not gone.done():
+                    logger.warning("a stream was cut off: its client does not read")
         finally:
-            await _cancel(writing, gone)
+            await _cancel(writing, gone, stuck)
             await self._close()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._all_events():
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            self._writing_since = time.monotonic()
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            self._writing_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stuck(self) -> None:
+        """Return once a write has waited for too long. (A timer for each write would take longer than the write.)"""
+        while True:
+            since = self._writing_since
+            left = WRITE_TIMEOUT_S if since is None else since + WRITE_TIMEOUT_S - time.monotonic()
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
 
     async def _all_events(self) -> AsyncGenerator[str, None]:
         try:

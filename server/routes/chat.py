@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from model.tokenizer import Tokenizer
 from server.answers import (
@@ -29,6 +30,8 @@ from server.service import read_json, service_of
 from server.streaming import EventStream, ScoredToken, frame, json_response, until_disconnect
 
 router = APIRouter()
+
+_PLACE = "\0"  # stands for the text in the form of a chunk
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
@@ -86,6 +89,7 @@ class _Form:
         self._identity = identity
         self._tokenizer = tokenizer
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._text_forms: dict[int, tuple[str, str]] = {}
         self.created = int(time.time())
 
     def choice(self, index: int, answer: Answer) -> ChatChoice:
@@ -111,7 +115,9 @@ class _Form:
         async for index, delta in generation.deltas():
             tally.add(index, delta)
             token_ids = delta.token_ids if body.return_token_ids and delta.token_ids else None
-            if delta.text or token_ids or (body.logprobs and delta.scored):
+            if delta.text and not (body.return_token_ids or body.logprobs):
+                yield self._text_chunk(index, delta.text)
+            elif delta.text or token_ids or (body.logprobs and delta.scored):
                 grown = ChunkChoice(index=index, delta=ChunkDelta(content=delta.text), token_ids=token_ids)
                 grown.logprobs = self.logprobs(delta.scored)
                 yield self._chunk([grown])
@@ -136,8 +142,22 @@ class _Form:
             chunk.usage = usage
         return frame(chunk.model_dump_json())
 
+    def _text_chunk(self, index: int, text: str) -> str:
+        """The chunk of text alone. Those of a choice differ in nothing else, so that its form is made once."""
+        if index not in self._text_forms:
+            chunk = self._chunk([ChunkChoice(index=index, delta=ChunkDelta(content=_PLACE))])
+            before, _, after = chunk.rpartition(_json(_PLACE))
+            self._text_forms[index] = before, after
+        before, after = self._text_forms[index]
+        return before + _json(text) + after
+
     def logprobs(self, scored: Sequence[ScoredToken]) -> ChoiceLogprobs | None:
         """Log probabilities of the tokens that made the text, or None when they were not asked for."""
         if not self._body.logprobs:
             return None
         return ChoiceLogprobs(content=token_logprobs(scored, self._tokenizer))
+
+
+def _json(text: str) -> str:
+    """A string in JSON, as the models write it."""
+    return to_json(text).decode()

@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from model.tokenizer import Tokenizer
+from server.answers import ChatChunk, ChatChunkWithUsage
 from server.engine.request import (
     EngineDeadError,
     EngineRequest,
@@ -24,7 +25,7 @@ from server.engine.request import (
 from server.generation import _wrap
 from server.settings import DEFAULT_MODEL
 from tests.conftest import MODEL, chat_body, colour
-from tests.server.scripted import Script, application, event, get, post
+from tests.server.scripted import Script, application, event, get, post, says
 
 
 async def endless(request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -296,3 +297,15 @@ def test_seeds_wrap_around() -> None:
     assert _wrap(2**63 - 1) == 2**63 - 1
     assert _wrap(2**63) == -(2**63)
     assert _wrap(-5) == -5
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_chunks_are_written_as_their_models_write_them(include_usage: bool) -> None:
+    """Those of text alone are put together by hand."""
+    app, _ = application(says('a "b" \\ \n\r\t\b\f\x00\x1f\x7f </é\u2028\U0001f600'))
+    body = chat_body("x", stream=True, n=2, stream_options={"include_usage": include_usage})
+    form = ChatChunkWithUsage if include_usage else ChatChunk
+    lines = [line.removeprefix("data: ") for line in post(app, "/v1/chat/completions", body).text.split("\n") if line]
+    assert len(lines) > 20
+    for line in lines[:-1]:
+        assert form.model_validate_json(line).model_dump_json() == line
