@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.lang import tl, triton, use_triton
+from kernels.lang import pdl, tl, triton, use_triton
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -27,12 +27,15 @@ def silu_mul_triton(x: Tensor) -> Tensor:
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    _silu_mul[(rows, triton.cdiv(width, 1024))](x, y, width, BLOCK=1024, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(width, 1024))](x, y, width, BLOCK=1024, **pdl(x), num_warps=4)
     return y
 
 
 @triton.jit
-def _silu_mul(x, y, width, BLOCK: tl.constexpr):
+def _silu_mul(x, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = column < width

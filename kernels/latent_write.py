@@ -3,14 +3,15 @@
     cache[slot] = (norm(latent), rope(key_rope))        query[..., nope:] = rope(query[..., nope:])   in place
 
 query [T, heads, nope + rope] and latent [T, rank + rope] (the latent, then the key's rope part) are views of the
-projection's output; rope is of the interleaved kind (kernels/rope_cache.py). One launch, a program a token.
+projection's output; rope is of the interleaved kind (kernels/rope_cache.py). One launch, two programs a token: one
+for the cache row, one for the query.
 Cost: each value read and written once; bound by bandwidth.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.lang import tl, triton, use_triton
+from kernels.lang import pdl, tl, triton, use_triton
 from kernels.norm import rms_norm_reference
 from kernels.rope_cache import apply_rope_interleaved, write_rows
 
@@ -63,7 +64,7 @@ def write_latents_triton(
 ) -> None:
     tokens, heads, width = query.shape
     rank = latent.shape[1] - rope
-    _write_latents[(tokens,)](
+    _write_latents[(tokens, 2)](
         query,
         latent,
         norm_weight,
@@ -80,6 +81,7 @@ def write_latents_triton(
         HEADS=triton.next_power_of_2(heads),
         RANK=triton.next_power_of_2(rank),
         HALF=rope // 2,
+        **pdl(query),
         num_warps=4,
     )
 
@@ -103,31 +105,37 @@ def _write_latents(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, RANK)
+    weight = tl.load(norm_weight + channel, mask=channel < rank, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     pair = tl.arange(0, HALF)
-    row = kv_cache + tl.load(slots + token) * (rank + 2 * HALF)
     c = tl.load(cos + token * HALF + pair)
     s = tl.load(sin + token * HALF + pair)
-
-    source = latent + token * latent_stride
-    x = tl.load(source + channel, mask=channel < rank, other=0.0)
-    wide = x.to(tl.float32)
-    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / rank + eps)
-    weight = tl.load(norm_weight + channel, mask=channel < rank, other=0.0)
-    tl.store(row + channel, weight * scaled.to(x.dtype), mask=channel < rank)
-    first = tl.load(source + rank + 2 * pair).to(tl.float32)
-    second = tl.load(source + rank + 2 * pair + 1).to(tl.float32)
-    tl.store(row + rank + pair, (first * c - second * s).to(x.dtype))
-    tl.store(row + rank + HALF + pair, (second * c + first * s).to(x.dtype))
-
-    head = tl.arange(0, HEADS)[:, None]
-    known = (head < heads) & (pair[None, :] < HALF)
-    part = query + token * query_stride + head * head_stride + nope
-    first = tl.load(part + 2 * pair[None, :], mask=known, other=0.0).to(tl.float32)
-    second = tl.load(part + 2 * pair[None, :] + 1, mask=known, other=0.0).to(tl.float32)
-    # All threads of the program have read before any writes over it.
-    tl.debug_barrier()
-    tl.store(part + pair[None, :], (first * c[None, :] - second * s[None, :]).to(x.dtype), mask=known)
-    tl.store(part + HALF + pair[None, :], (second * c[None, :] + first * s[None, :]).to(x.dtype), mask=known)
+    if tl.program_id(1) == 0:
+        row = kv_cache + tl.load(slots + token) * (rank + 2 * HALF)
+        source = latent + token * latent_stride
+        first = tl.load(source + rank + 2 * pair).to(tl.float32)
+        second = tl.load(source + rank + 2 * pair + 1).to(tl.float32)
+        x = tl.load(source + channel, mask=channel < rank, other=0.0)
+        wide = x.to(tl.float32)
+        scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / rank + eps)
+        tl.store(row + channel, weight * scaled.to(x.dtype), mask=channel < rank)
+        tl.store(row + rank + pair, (first * c - second * s).to(x.dtype))
+        tl.store(row + rank + HALF + pair, (second * c + first * s).to(x.dtype))
+    else:
+        head = tl.arange(0, HEADS)[:, None]
+        known = (head < heads) & (pair[None, :] < HALF)
+        part = query + token * query_stride + head * head_stride + nope
+        even = tl.load(part + 2 * pair[None, :], mask=known, other=0.0).to(tl.float32)
+        odd = tl.load(part + 2 * pair[None, :] + 1, mask=known, other=0.0).to(tl.float32)
+        # All threads of the program have read before any writes over it.
+        tl.debug_barrier()
+        kind = query.dtype.element_ty
+        tl.store(part + pair[None, :], (even * c[None, :] - odd * s[None, :]).to(kind), mask=known)
+        tl.store(part + HALF + pair[None, :], (odd * c[None, :] + even * s[None, :]).to(kind), mask=known)

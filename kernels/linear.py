@@ -2,6 +2,7 @@
 
     linear_gelu     y = gelu(x weight^T + bias)      gelu(z) = z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3)))
     add_linear_     stream += x weight^T             in place; the product is not rounded before it is added
+    float32_linear  y = x weight^T                   in float32 whatever the type of x and weight
 
 x [rows, in], weight [out, in], bias [out], stream [rows, out]. Cost: 2 * rows * in * out operations; bound by
 arithmetic for the rows of a few tiles. A step of its own would read and write rows * out values once more.
@@ -22,3 +23,12 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def add_linear_(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """`stream` itself, with the product added."""
     return stream.addmm_(x, weight.t())
+
+
+def float32_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 [rows, out], in `out` where given. On CUDA no sum is rounded to a narrower x's type; elsewhere each is."""
+    if out is None:
+        out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return out.copy_(F.linear(x, weight))

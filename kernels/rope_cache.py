@@ -16,6 +16,8 @@ Cost: every value is read and written once; bound by bandwidth.
 import torch
 from torch import Tensor
 
+from kernels.lang import pdl, tl, triton, use_triton
+
 
 def rope_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     """float32 [dim / 2]: theta^(-2i/dim)."""
@@ -24,8 +26,20 @@ def rope_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [T, dim / 2], of int64 positions [T]."""
+    return (rope_tables_triton if use_triton(positions) else rope_tables_reference)(positions, frequencies)
+
+
+def rope_tables_reference(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def rope_tables_triton(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, half = len(positions), len(frequencies)
+    cos, sin = torch.empty(2, tokens, half, dtype=torch.float32, device=positions.device).unbind()
+    block = triton.next_power_of_2(half)
+    _rope_tables[(tokens,)](positions, frequencies, cos, sin, half, BLOCK=block, **pdl(positions), num_warps=1)
+    return cos, sin
 
 
 def apply_rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,3 +78,18 @@ def _check_rope(x: Tensor, cos: Tensor) -> None:
         raise ValueError(
             f"rope takes [tokens, heads, even width] and [tokens, width / 2], got {x.shape} and {cos.shape}"
         )
+
+
+@triton.jit
+def _rope_tables(positions, frequencies, cos, sin, half, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    used = pair < half
+    frequency = tl.load(frequencies + pair, mask=used, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    tl.store(cos + token * half + pair, tl.cos(angle), mask=used)
+    tl.store(sin + token * half + pair, tl.sin(angle), mask=used)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import float32_linear
 from model.attention import LatentAttention, MultiHeadAttention
 from model.batch import Batch
 from model.config import LanguageConfig
@@ -30,12 +31,12 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         batch: Batch,
         kv_cache: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """(hidden_states, residual), both [T, hidden_size]: the layer's output is their sum."""
+        """(hidden_states, residual), both [T, hidden_size]: the layer's output is their sum, and so is its input."""
         normed, residual = self.input_layernorm.add(hidden_states, residual)
         attended = self.attention(normed, rotary, batch, kv_cache)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
@@ -63,9 +64,9 @@ class LanguageModel(nn.Module):
         if batch.image_rows is not None and batch.image_embeds is not None:
             hidden_states = hidden_states.index_copy(0, batch.image_rows, batch.image_embeds)
         rotary = self.rotary(batch.positions)
-        residual = torch.zeros_like(hidden_states)
+        residual = None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
             hidden_states, residual = layer(hidden_states, residual, rotary, batch, layer_cache)
-        normed, _ = self.norm.add(hidden_states[batch.logits_rows], residual[batch.logits_rows])
-        logits: Tensor = self.lm_head(normed)
-        return logits.float() if out is None else out.copy_(logits)
+        assert residual is not None  # there is a layer at least
+        normed = self.norm.add_rows(hidden_states, residual, batch.logits_rows)
+        return float32_linear(normed, self.lm_head.weight, out)

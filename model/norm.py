@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import add_rms_norm, add_rms_norm_rows, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +17,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`residual + x` normed, and the sum itself."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`residual + x` normed, and the sum itself; no residual is one of zeros."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_rows(self, x: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        """`residual + x` normed, of the given rows only: x, residual [T, width], rows int64 [R] to [R, width]."""
+        return add_rms_norm_rows(x, residual, rows, self.weight, self.eps)

@@ -23,6 +23,7 @@ from kernels import (
     moe_strips,
     norm,
     patches,
+    rope_cache,
     router,
     sample_triton,
 )
@@ -48,6 +49,8 @@ POINTERS = {
     "sin": "*fp32",
     "offset": "*fp32",
     "tiles": "*u8",
+    "positions": "*i64",
+    "frequencies": "*fp32",
 }
 BF16 = "*bf16"
 SAMPLING = {
@@ -105,11 +108,12 @@ def main() -> None:
     compile_kernel(mla_decode._combine, {"SPLITS": 32, "WIDTH": 512}, ["out"], num_warps=4)
     compile_kernel(mha_decode._attend_head, {"DIM": 128, "PAGE": 64, "TOKENS": 32}, cached, **wide)
     compile_experts()
-    compile_kernel(activation._silu_mul, {"BLOCK": 1024}, ["x", "y"], num_warps=4)
-    for add in (True, False):
-        arrays = ["rows", "residual", "weight", "out", "total"]
-        compile_kernel(norm._norm, {"BLOCK": 2048, "ADD": add}, arrays, num_warps=8)
     pdl = {"PDL": True}
+    compile_kernel(activation._silu_mul, {"BLOCK": 1024} | pdl, ["x", "y"], num_warps=4)
+    for absent in (["residual", "chosen", "total"], ["chosen"], ["total"]):
+        constants = {"BLOCK": 2048, **dict.fromkeys(absent)} | pdl
+        compile_kernel(norm._norm, constants, ["x", "residual", "weight", "out", "total"], num_warps=8)
+    compile_kernel(rope_cache._rope_tables, {"BLOCK": 32} | pdl, [], num_warps=1)
     compile_kernel(layer_norm._layer_norm, {"BLOCK": 2048} | pdl, ["x", "weight", "bias", "y"], num_warps=4)
     shape = {"HEIGHT": 384, "WIDTH": 384, "SIZE": 14, "COLUMNS": 592, "BLOCK": 2048}
     compile_kernel(patches._tile_patches, shape | pdl, ["out"], num_warps=8)
@@ -122,10 +126,11 @@ def main() -> None:
     for softmax in (True, False):
         rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax, **pdl}
         compile_kernel(router._choose, {"TOPK": 6, "SHARED": 2, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
-    shape = {"ROWS": 16, "COLUMNS": 128, "DEPTH": 128}
-    compile_kernel(head_linear._head_linear, shape, ["x", "weight", "y"], **wide)
+    for rows, columns, depth in ((16, 64, 128), (32, 16, 512), (64, 128, 128)):
+        shape = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "WHOLE": rows < 64}
+        compile_kernel(head_linear._head_linear, shape | pdl, ["x", "weight", "y"], **wide)
     arrays = ["query", "latent", "norm_weight", "kv_cache"]
-    compile_kernel(latent_write._write_latents, {"HEADS": 16, "RANK": 512, "HALF": 32}, arrays, num_warps=4)
+    compile_kernel(latent_write._write_latents, {"HEADS": 16, "RANK": 512, "HALF": 32} | pdl, arrays, num_warps=4)
     POINTERS.update(SAMPLING)
     for plain, cuts in ((True, False), (False, False), (False, True)):
         unfused: dict[str, Any] = {"enable_fp_fusion": False}

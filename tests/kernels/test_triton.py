@@ -13,7 +13,8 @@ from kernels.head_linear import head_linear_reference, head_linear_triton
 from kernels.latent_write import write_latents_reference, write_latents_triton
 from kernels.mha_decode import mha_decode_reference, mha_decode_triton
 from kernels.mla_decode import mla_decode_reference, mla_decode_triton, num_splits
-from kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from kernels.norm import add_rms_norm_rows_triton, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from kernels.rope_cache import rope_frequencies, rope_tables_reference, rope_tables_triton
 from kernels.router import route, route_triton
 from tests.kernels.test_decode import LENGTHS, scatter
 
@@ -113,17 +114,29 @@ def test_norms_of_widths_that_are_no_power_of_two() -> None:
     normed, total = add_rms_norm_triton(x, residual, weight, 1e-6)
     assert_near(total, x + residual)
     assert_near(normed, rms_norm_reference(x + residual, weight, 1e-6))
+    rows = torch.tensor([3, 0, 3])
+    assert_near(add_rms_norm_rows_triton(x, residual, rows, weight, 1e-6), normed[rows])
     strided = x[:, :50]
     assert_near(rms_norm_triton(strided, weight[:50], 1e-6), rms_norm_reference(strided, weight[:50], 1e-6))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 70])
+@pytest.mark.parametrize("tokens", [1, 7, 20, 70])
 def test_head_linear_of_strided_inputs_and_transposed_weights(tokens: int) -> None:
     weight = torch.randn(5, 32 + 40, 64)
     x = torch.randn(tokens, 5, 48)[..., :32]
     assert_near(head_linear_triton(x, weight[:, :32]), head_linear_reference(x, weight[:, :32]))
     y, transposed = torch.randn(tokens, 5, 64), weight[:, 32:].transpose(1, 2)
     assert_near(head_linear_triton(y, transposed), head_linear_reference(y, transposed))
+    z, deep = torch.randn(tokens, 2, 600), torch.randn(2, 600, 24) / 20
+    assert_near(head_linear_triton(z, deep), head_linear_reference(z, deep))
+
+
+def test_cos_and_sin_of_far_positions() -> None:
+    positions, frequencies = torch.tensor([0, 1, 63, 4095, 163839]), rope_frequencies(24, 10000.0, torch.device(DEVICE))
+    for actual, expected in zip(
+        rope_tables_triton(positions, frequencies), rope_tables_reference(positions, frequencies), strict=True
+    ):
+        assert_near(actual, expected)
 
 
 def test_latents_are_normed_rotated_and_written() -> None:

@@ -166,7 +166,8 @@ def record_hidden_states(model: DeepseekVL2) -> HiddenStates:
     states = HiddenStates()
 
     def before(module: object, inputs: tuple[Tensor, ...]) -> None:
-        states.layers.append(inputs[0] + inputs[1])
+        hidden_states, residual = inputs[:2]
+        states.layers.append(hidden_states if residual is None else residual + hidden_states)
 
     def after(module: object, inputs: object, output: tuple[Tensor, Tensor]) -> None:
         states.layers.append(output[0] + output[1])
