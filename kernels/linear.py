@@ -26,7 +26,7 @@ def add_linear_(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def float32_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 [rows, out], in `out` where given. On CUDA no sum is rounded to a narrower x's type; elsewhere each is."""
+    """float32 [rows, out], in `out` where given. CUDA rounds no sum to a narrower type of x; others round each."""
     if out is None:
         out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     if x.is_cuda and x.dtype != torch.float32:
