@@ -34,10 +34,11 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["pdl", "tl", "triton", "use_triton"]
+__all__ = ["TensorDescriptor", "pdl", "tl", "triton", "use_triton"]
 
 
 def use_triton(tensor: Tensor) -> bool:
