@@ -16,10 +16,12 @@ from torch import Tensor
 from kernels.lang import pdl, tl, triton, use_triton
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
-_TOKENS = 32
+TOKENS = 32
 """Tokens that a program looks at together: half a page, so that no block crosses pages."""
 _RESIDENT = 8
 """Programs that a multiprocessor holds at a time."""
+STAGES = 3
+"""Blocks of tokens on their way or in use at a time."""
 
 
 def mha_decode(query: Tensor, kv_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, scale: float) -> Tensor:
@@ -48,14 +50,14 @@ def mha_decode_triton(
     context_lens: Tensor,
     *,
     scale: float,
-    stages: int = 3,
+    stages: int = STAGES,
     resident: int = _RESIDENT,
 ) -> Tensor:
     """As `mha_decode`. stages: blocks on their way or in use at a time; resident: programs of a multiprocessor."""
     (batch, heads, dim), page = query.shape, kv_cache.shape[1]
-    if page % _TOKENS:
-        raise ValueError(f"a page of {page} tokens is no multiple of {_TOKENS}")
-    most = batch * block_table.shape[1] * (page // _TOKENS)
+    if page % TOKENS:
+        raise ValueError(f"a page of {page} tokens is no multiple of {TOKENS}")
+    most = batch * block_table.shape[1] * (page // TOKENS)
     programs = num_programs(query.device, most, resident / heads)
     pieces = empty_pieces(programs, batch, heads, dim, query.device)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
@@ -75,13 +77,13 @@ def mha_decode_triton(
         block_table.stride(0),
         DIM=dim,
         PAGE=page,
-        TOKENS=_TOKENS,
+        TOKENS=TOKENS,
         LENS=LENGTHS,
         STAGES=stages,
         num_warps=4,
         **pdl(query),
     )
-    combine_pieces(pieces, context_lens, out, programs=programs, tokens=_TOKENS)
+    combine_pieces(pieces, context_lens, out, programs=programs, tokens=TOKENS)
     return out
 
 

@@ -28,7 +28,6 @@ from kernels.lang import TensorDescriptor, pdl, tl, triton, use_triton
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
 
-
 @dataclass(frozen=True)
 class Form:
     """How the kernel is compiled and launched."""
@@ -41,9 +40,9 @@ class Form:
     """Programs that a multiprocessor holds at a time; while one waits for memory another computes."""
 
 
-_HALF = Form(tokens=64, heads=16, resident=2)
+HALF = Form(tokens=64, heads=16, resident=2)
 _FLOAT = Form(tokens=16, heads=16, resident=2)
-_REST = 16
+REST = 16
 """Tokens at a time of a block that is not full."""
 
 
@@ -94,7 +93,7 @@ def mla_decode_triton(
 ) -> Tensor:
     (batch, heads, rank), rope = query_latent.shape, query_rope.shape[-1]
     page = kv_cache.shape[1]
-    form = form or (_HALF if query_latent.dtype.itemsize == 2 else _FLOAT)
+    form = form or (HALF if query_latent.dtype.itemsize == 2 else _FLOAT)
     if page % form.tokens:
         raise ValueError(f"a page of {page} tokens is no multiple of {form.tokens}")
     device, dtype = query_latent.device, query_latent.dtype
@@ -126,7 +125,7 @@ def mla_decode_triton(
         ROPE=rope,
         PAGE=page,
         TOKENS=form.tokens,
-        REST=_REST,
+        REST=REST,
         HEADS=form.heads,
         LENS=LENGTHS,
         num_warps=4,
@@ -217,7 +216,9 @@ def _attend(
                 maximum, sum, acc = _add_block(scores, keys, maximum, sum, acc)
             # What lies behind a sequence in its last page may be no number, which a weight of zero would not hide:
             # the tokens of a block that is not full go by few at a time, and are read with a mask.
-            for token in tl.range(tl.maximum(begin, full) * TOKENS, tl.minimum(end * TOKENS, length), REST, num_stages=3):
+            for token in tl.range(
+                tl.maximum(begin, full) * TOKENS, tl.minimum(end * TOKENS, length), REST, num_stages=3
+            ):
                 used = (token + few < length)[:, None]
                 rows = kv_cache + (slot + token % TOKENS + few[:, None]).to(tl.int64) * width
                 keys = tl.load(rows + channel[None, :], mask=used, other=0.0)

@@ -28,9 +28,9 @@ class Form:
     stages: int
 
 
-_HALF = Form(rows=128, columns=64, warps=8, stages=3)
+HALF = Form(rows=128, columns=64, warps=8, stages=3)
 _FLOAT = Form(rows=32, columns=32, warps=4, stages=1)
-_SEQUENCES = 64
+SEQUENCES = 64
 """Sequences among which a program looks for its own at a time."""
 
 
@@ -67,7 +67,7 @@ def prefill_triton(
     """
     if (reason := fits_triton(query, key, value, key_rope)) is not None:
         raise ValueError(reason)
-    form = form or (_HALF if query.dtype.itemsize == 2 else _FLOAT)
+    form = form or (HALF if query.dtype.itemsize == 2 else _FLOAT)
     tokens, heads, _ = query.shape
     out = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     tiles = sum(-(-length // form.rows) for length in query_lens)
@@ -94,7 +94,7 @@ def prefill_triton(
         ROWS=form.rows,
         COLUMNS=form.columns,
         STAGES=form.stages,
-        SEQUENCES=_SEQUENCES,
+        SEQUENCES=SEQUENCES,
         num_warps=form.warps,
         num_stages=form.stages,
         **pdl(query),
@@ -133,9 +133,7 @@ def _prefill(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
-    sequence, tile = _find_tile(
-        tl.num_programs(1) - 1 - tl.program_id(1), cu_query_lens, sequences, ROWS, SEQUENCES
-    )
+    sequence, tile = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), cu_query_lens, sequences, ROWS, SEQUENCES)
     query_start = tl.load(cu_query_lens + sequence).to(tl.int64)
     query_len = tl.load(cu_query_lens + sequence + 1).to(tl.int32) - query_start.to(tl.int32)
     key_start = tl.load(cu_key_lens + sequence).to(tl.int64)

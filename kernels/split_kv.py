@@ -23,6 +23,8 @@ LOG2_E = 1.4426950408889634
 """exp(x) = 2^(LOG2_E x)"""
 LENGTHS = 128
 """Sequences whose lengths a program looks at together."""
+PIECES = 8
+"""Pieces that are combined at a time."""
 _CPU_PROGRAMS = 5
 """Programs where Triton is interpreted: few, so that most get some work and many sequences are cut."""
 
@@ -80,7 +82,7 @@ def combine_pieces(pieces: Pieces, context_lens: Tensor, out: Tensor, *, program
         heads,
         width,
         TOKENS=tokens,
-        PIECES=8,
+        PIECES=PIECES,
         PART=triton.next_power_of_2(part),
         LENS=LENGTHS,
         num_warps=4,

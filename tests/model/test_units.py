@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels.attention_backend import AttentionBackend
 from kernels.moe import moe_experts
 from kernels.norm import rms_norm
 from kernels.patches import unfold_pixels
@@ -177,7 +178,7 @@ def test_low_rank_query_equals_the_reference() -> None:
     config = load_config(goldens_data.checkpoint("mla-softmax")).language.model_copy(
         update={"q_lora_rank": len(unit["w.q_a_proj.weight"])}
     )
-    attention = LatentAttention(config)
+    attention = LatentAttention(config, AttentionBackend.TORCH)
     weights = {key.removeprefix("w."): value for key, value in unit.items() if key.startswith("w.")}
     weights["q_kv_a_proj.weight"] = torch.cat(
         [weights.pop("q_a_proj.weight"), weights.pop("kv_a_proj_with_mqa.weight")]
