@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.attention_backend import AttentionBackend
+from kernels.attention_backend import AttentionBackend, BackendError
 from kernels.moe import moe_experts
 from kernels.norm import rms_norm
 from kernels.patches import unfold_pixels
@@ -186,6 +186,11 @@ def test_low_rank_query_equals_the_reference() -> None:
     attention.load_state_dict(weights)
     with torch.inference_mode():
         assert_near(run_attention(attention, config, unit["in"][0], empty_cache(config), 0), unit["out"][0])
+
+
+def test_an_attention_backend_that_cannot_serve_is_an_error_at_start() -> None:
+    with pytest.raises(BackendError, match="triton needs a GPU"):
+        load_model(goldens_data.checkpoint("mha"), device=CPU, dtype=torch.float32, attention="triton")
 
 
 @torch.inference_mode()
