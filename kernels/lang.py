@@ -34,15 +34,21 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["pdl", "tl", "triton", "use_triton"]
+__all__ = ["TensorDescriptor", "has_triton", "pdl", "tl", "triton", "use_triton"]
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return not isinstance(triton, _Absent)
 
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an operation on this tensor takes its Triton kernel rather than the torch reference."""
-    return tensor.is_cuda and not isinstance(triton, _Absent)
+    return tensor.is_cuda and has_triton()
 
 
 def pdl(tensor: Tensor) -> dict[str, bool]:

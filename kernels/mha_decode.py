@@ -6,18 +6,22 @@ query [B, heads, dim]; kv_cache [pages, PAGE_SIZE, 2 * heads * dim], a row holdi
 values; block_table [B, P] and context_lens [B] of any integer type. Cost: each cached row read once; bound by
 bandwidth. A row with context_lens 0 gives zeros.
 
-The Triton form is split-KV flash decoding as in kernels/mla_decode.py, a program for each head: with one query
-a key there is no product for the matrix units.
+The Triton form is split-KV flash decoding (kernels/split_kv.py), with programs of their own for each head: with one
+query a key there is no product for the matrix units.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.lang import tl, triton, use_triton
-from kernels.mla_decode import combine_splits, num_splits
+from kernels.lang import pdl, tl, triton, use_triton
+from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
-_TOKENS = 32
-"""Tokens a program looks at together: half a page, so that no block crosses pages."""
+TOKENS = 32
+"""Tokens that a program looks at together: half a page, so that no block crosses pages."""
+_RESIDENT = 8
+"""Programs that a multiprocessor holds at a time."""
+STAGES = 3
+"""Blocks of tokens on their way or in use at a time."""
 
 
 def mha_decode(query: Tensor, kv_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, scale: float) -> Tensor:
@@ -40,30 +44,47 @@ def mha_decode_reference(
 
 
 def mha_decode_triton(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, scale: float
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    stages: int = STAGES,
+    resident: int = _RESIDENT,
 ) -> Tensor:
-    batch, heads, dim = query.shape
-    splits = num_splits(batch * heads, block_table.shape[1] * kv_cache.shape[1])
-    partial = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device)
-    stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
-    _attend_head[(batch, heads, splits)](
+    """As `mha_decode`. stages: blocks on their way or in use at a time; resident: programs of a multiprocessor."""
+    (batch, heads, dim), page = query.shape, kv_cache.shape[1]
+    if page % TOKENS:
+        raise ValueError(f"a page of {page} tokens is no multiple of {TOKENS}")
+    most = batch * block_table.shape[1] * (page // TOKENS)
+    programs = num_programs(query.device, most, resident / heads)
+    pieces = empty_pieces(programs, batch, heads, dim, query.device)
+    out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
+    _attend_head[(heads, programs)](
         query,
         kv_cache,
         block_table,
         context_lens,
-        partial,
-        stats,
-        scale,
+        out,
+        pieces.accumulators,
+        pieces.maxima,
+        pieces.sums,
+        scale * LOG2_E,
+        batch,
         query.stride(0),
         query.stride(1),
         block_table.stride(0),
         DIM=dim,
-        PAGE=kv_cache.shape[1],
-        TOKENS=_TOKENS,
+        PAGE=page,
+        TOKENS=TOKENS,
+        LENS=LENGTHS,
+        STAGES=stages,
         num_warps=4,
-        num_stages=3,
+        **pdl(query),
     )
-    return combine_splits(partial, stats, query.dtype)
+    combine_pieces(pieces, context_lens, out, programs=programs, tokens=TOKENS)
+    return out
 
 
 @triton.jit
@@ -72,49 +93,67 @@ def _attend_head(
     kv_cache,
     block_table,
     context_lens,
-    partial,
-    stats,
+    out,
+    accumulators,
+    maxima,
+    sums,
     scale,
+    batch,
     query_stride,
     head_stride,
     table_stride,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    LENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One split of one sequence and head: running softmax over its tokens."""
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    heads = tl.num_programs(1)
-    splits = tl.num_programs(2)
+    """One program's run of blocks, one head: for each sequence in it a running softmax over its tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(0)
+    heads = tl.num_programs(0)
+    program = tl.program_id(1)
     channel = tl.arange(0, DIM)
+    place = tl.arange(0, TOKENS)
+    width = 2 * heads * DIM
 
-    length = tl.load(context_lens + sequence)
-    blocks = tl.cdiv(length, TOKENS)
-    share = tl.cdiv(blocks, splits)
-    first, last = split * share, tl.minimum((split + 1) * share, blocks)
-    q = tl.load(query + sequence.to(tl.int64) * query_stride + head * head_stride + channel).to(tl.float32) * scale
+    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS)
+    while (before < last) & (first < last):
+        length = tl.load(context_lens + sequence).to(tl.int32)
+        blocks = tl.cdiv(length, TOKENS)
+        begin = tl.maximum(first - before, 0)
+        end = tl.minimum(blocks, last - before)
+        row = sequence.to(tl.int64)
+        if begin < end:
+            q = tl.load(query + row * query_stride + head * head_stride + channel).to(tl.float32) * scale
+            table = block_table + row * table_stride
+            maximum = float("-inf")
+            sum = 0.0
+            acc = tl.zeros((DIM,), tl.float32)
+            for block in tl.range(begin, end, num_stages=STAGES):
+                page = tl.load(table + block * TOKENS // PAGE).to(tl.int64)
+                rows = kv_cache + (page * PAGE + block * TOKENS % PAGE + place)[:, None] * width + head * DIM
+                used = block * TOKENS + place < length
+                keys = tl.load(rows + channel[None, :], mask=used[:, None], other=0.0).to(tl.float32)
+                values = tl.load(rows + heads * DIM + channel[None, :], mask=used[:, None], other=0.0).to(tl.float32)
+                scores = tl.where(used, tl.sum(keys * q[None, :], 1), float("-inf"))
+                new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+                weights = tl.exp2(scores - new_maximum)
+                shrink = tl.exp2(maximum - new_maximum)
+                sum = sum * shrink + tl.sum(weights, 0)
+                acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+                maximum = new_maximum
 
-    maximum = float("-inf")
-    total = 0.0
-    acc = tl.zeros((DIM,), tl.float32)
-    for block in range(first, last):
-        token = block * TOKENS + tl.arange(0, TOKENS)
-        page = tl.load(block_table + sequence * table_stride + block * TOKENS // PAGE).to(tl.int64)
-        used = token < length
-        row = kv_cache + (page * PAGE + (token % PAGE)[:, None]) * (2 * heads * DIM) + head * DIM + channel[None, :]
-        keys = tl.load(row, mask=used[:, None], other=0.0).to(tl.float32)
-        values = tl.load(row + heads * DIM, mask=used[:, None], other=0.0).to(tl.float32)
-        scores = tl.where(used, tl.sum(keys * q[None, :], 1), float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
-        weights = tl.exp(scores - new_maximum)
-        shrink = tl.exp(maximum - new_maximum)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-        maximum = new_maximum
-
-    cell = (sequence * heads + head).to(tl.int64) * splits + split
-    tl.store(partial + cell * DIM + channel, acc)
-    tl.store(stats + cell * 2, maximum)
-    tl.store(stats + cell * 2 + 1, total)
+            if end - begin == blocks:
+                target = out + (row * heads + head) * DIM + channel
+                tl.store(target, (acc / sum).to(out.dtype.element_ty))
+            else:
+                cell = (program + row) * heads + head
+                tl.store(accumulators + cell * DIM + channel, acc)
+                tl.store(maxima + cell, maximum)
+                tl.store(sums + cell, sum)
+        before += blocks
+        sequence += 1

@@ -11,19 +11,39 @@ integer type. Cost: each cached row read once (1152 bytes at full size in bfloat
 4 * heads * (rank + rope / 2) operations on it; bound by bandwidth up to some hundred heads.
 A row with context_lens 0 gives zeros.
 
-The Triton form is split-KV flash decoding: a sequence's pages are dealt to `splits` programs, each of
-which keeps a running maximum m, sum l and accumulator over its tokens; a second kernel combines them:
+The Triton form is split-KV flash decoding (kernels/split_kv.py). Its products have the tokens as their rows,
 
-    out = sum_s exp(m_s - m) acc_s / sum_s exp(m_s - m) l_s,   m = max_s m_s
+    scores^T = rows query^T        acc^T += rows[:, :rank]^T weights^T
+
+because Hopper's matrix units want 64 rows, which a page has and a few heads have not; both then read the cache rows
+from shared memory, where a tensor descriptor's copy puts them once, and which take no registers.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.lang import tl, triton, use_triton
+from kernels.lang import TensorDescriptor, pdl, tl, triton, use_triton
+from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
-_TOKENS = 32
-"""Tokens a program looks at together: half a page, so that no block crosses pages."""
+
+@dataclass(frozen=True)
+class Form:
+    """How the kernel is compiled and launched."""
+
+    tokens: int
+    """Tokens that a program looks at together; a page is a multiple of them."""
+    heads: int
+    """Heads of a program."""
+    resident: int
+    """Programs that a multiprocessor holds at a time; while one waits for memory another computes."""
+
+
+HALF = Form(tokens=64, heads=16, resident=2)
+_FLOAT = Form(tokens=16, heads=16, resident=2)
+REST = 16
+"""Tokens at a time of a block that is not full."""
 
 
 def mla_decode(
@@ -69,57 +89,51 @@ def mla_decode_triton(
     context_lens: Tensor,
     *,
     scale: float,
+    form: Form | None = None,
 ) -> Tensor:
     (batch, heads, rank), rope = query_latent.shape, query_rope.shape[-1]
+    page = kv_cache.shape[1]
+    form = form or (HALF if query_latent.dtype.itemsize == 2 else _FLOAT)
+    if page % form.tokens:
+        raise ValueError(f"a page of {page} tokens is no multiple of {form.tokens}")
     device, dtype = query_latent.device, query_latent.dtype
-    splits = num_splits(batch, block_table.shape[1] * kv_cache.shape[1])
-    partial = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=device)
-    stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=device)
-    _attend[(batch, triton.cdiv(heads, 16), splits)](
+    groups = triton.cdiv(heads, form.heads)
+    most = batch * block_table.shape[1] * (page // form.tokens)
+    programs = num_programs(device, most, form.resident / groups)
+    pieces = empty_pieces(programs, batch, heads, rank, device)
+    out = torch.empty(batch, heads, rank, dtype=dtype, device=device)
+    _attend[(groups, programs)](
+        TensorDescriptor.from_tensor(kv_cache.view(-1, rank + rope), [form.tokens, rank]),
+        kv_cache,
         query_latent,
         query_rope,
-        kv_cache,
         block_table,
         context_lens,
-        partial,
-        stats,
-        scale,
+        out,
+        pieces.accumulators,
+        pieces.maxima,
+        pieces.sums,
+        scale * LOG2_E,
+        batch,
         heads,
         query_latent.stride(0),
         query_latent.stride(1),
         query_rope.stride(0),
         query_rope.stride(1),
         block_table.stride(0),
-        splits,
         RANK=rank,
         ROPE=rope,
-        PAGE=kv_cache.shape[1],
-        TOKENS=_TOKENS,
+        PAGE=page,
+        TOKENS=form.tokens,
+        REST=REST,
+        HEADS=form.heads,
+        LENS=LENGTHS,
         num_warps=4,
-        num_stages=3,
+        num_stages=1,
+        **pdl(query_latent),
     )
-    return combine_splits(partial, stats, dtype)
-
-
-def combine_splits(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, heads, width] of the splits' accumulators [B, heads, splits, width] and (maximum, sum) [B, heads, splits, 2].
-
-    All float32; width a power of two. Where no split saw a token the result is zero.
-    """
-    batch, heads, splits, width = partial.shape
-    out = torch.empty(batch, heads, width, dtype=dtype, device=partial.device)
-    block = triton.next_power_of_2(splits)
-    _combine[(batch, heads)](partial, stats, out, splits, SPLITS=block, WIDTH=width, num_warps=4)
+    combine_pieces(pieces, context_lens, out, programs=programs, tokens=form.tokens)
     return out
-
-
-def num_splits(batch: int, longest: int) -> int:
-    """Programs for each of `batch` rows of up to `longest` tokens.
-
-    Enough for two a multiprocessor in all, none for less than four blocks of tokens.
-    """
-    wanted = -(-264 // batch)
-    return max(1, min(wanted, -(-longest // (4 * _TOKENS))))
 
 
 def _fits_triton(query_latent: Tensor, query_rope: Tensor) -> bool:
@@ -131,88 +145,118 @@ def _fits_triton(query_latent: Tensor, query_rope: Tensor) -> bool:
 
 @triton.jit
 def _attend(
+    latents,
+    kv_cache,
     query_latent,
     query_rope,
-    kv_cache,
     block_table,
     context_lens,
-    partial,
-    stats,
+    out,
+    accumulators,
+    maxima,
+    sums,
     scale,
+    batch,
     heads,
     latent_stride,
     latent_head_stride,
     rope_stride,
     rope_head_stride,
     table_stride,
-    splits,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    LENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One split of one sequence, 16 heads: running softmax over its tokens."""
-    sequence = tl.program_id(0)
-    split = tl.program_id(2)
-    head = tl.program_id(1) * 16 + tl.arange(0, 16)
-    latent = tl.arange(0, RANK)
-    rope = tl.arange(0, ROPE)
+    """One program's run of blocks, HEADS heads: for each sequence in it a running softmax over its tokens.
+
+    latents: a descriptor of the cache's rows, in blocks of TOKENS by RANK.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(1)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    known = head < heads
+    channel = tl.arange(0, RANK)
+    part = tl.arange(0, ROPE)
+    place = tl.arange(0, TOKENS)
+    few = tl.arange(0, REST)
     width: tl.constexpr = RANK + ROPE
 
-    length = tl.load(context_lens + sequence)
-    blocks = tl.cdiv(length, TOKENS)
-    share = tl.cdiv(blocks, splits)
-    first, last = split * share, tl.minimum((split + 1) * share, blocks)
+    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS)
+    while (before < last) & (first < last):
+        length = tl.load(context_lens + sequence).to(tl.int32)
+        blocks = tl.cdiv(length, TOKENS)
+        begin = tl.maximum(first - before, 0)
+        end = tl.minimum(blocks, last - before)
+        row = sequence.to(tl.int64)
+        if begin < end:
+            latent_queries = query_latent + row * latent_stride + head[:, None] * latent_head_stride
+            rope_queries = query_rope + row * rope_stride + head[:, None] * rope_head_stride
+            q_latent = tl.trans(tl.load(latent_queries + channel[None, :], mask=known[:, None], other=0.0))
+            q_rope = tl.trans(tl.load(rope_queries + part[None, :], mask=known[:, None], other=0.0))
+            table = block_table + row * table_stride
 
-    row = sequence.to(tl.int64)
-    known = head[:, None] < heads
-    latents = query_latent + row * latent_stride + head[:, None] * latent_head_stride
-    ropes = query_rope + row * rope_stride + head[:, None] * rope_head_stride
-    q_latent = tl.load(latents + latent[None, :], mask=known, other=0.0)
-    q_rope = tl.load(ropes + rope[None, :], mask=known, other=0.0)
+            maximum = tl.full((HEADS,), float("-inf"), tl.float32)
+            sum = tl.zeros((HEADS,), tl.float32)
+            acc = tl.zeros((RANK, HEADS), tl.float32)
+            slot = _first_slot(table, begin, PAGE, TOKENS)
+            full = tl.minimum(length // TOKENS, end)
+            for block in tl.range(begin, full, num_stages=1):
+                rows = kv_cache + (slot + place[:, None]).to(tl.int64) * width
+                keys_rope = tl.load(rows + RANK + part[None, :])
+                keys = latents.load([slot, 0])
+                slot = _first_slot(table, tl.minimum(block + 1, end - 1), PAGE, TOKENS)
+                scores = _scores(keys, keys_rope, q_latent, q_rope) * scale
+                maximum, sum, acc = _add_block(scores, keys, maximum, sum, acc)
+            # What lies behind a sequence in its last page may be no number, which a weight of zero would not hide:
+            # the tokens of a block that is not full go by few at a time, and are read with a mask.
+            for token in tl.range(
+                tl.maximum(begin, full) * TOKENS, tl.minimum(end * TOKENS, length), REST, num_stages=3
+            ):
+                used = (token + few < length)[:, None]
+                rows = kv_cache + (slot + token % TOKENS + few[:, None]).to(tl.int64) * width
+                keys = tl.load(rows + channel[None, :], mask=used, other=0.0)
+                keys_rope = tl.load(rows + RANK + part[None, :], mask=used, other=0.0)
+                scores = _scores(keys, keys_rope, q_latent, q_rope)
+                scores = tl.where(used, scores * scale, float("-inf"))
+                maximum, sum, acc = _add_block(scores, keys, maximum, sum, acc)
 
-    maximum = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    acc = tl.zeros((16, RANK), tl.float32)
-    for block in range(first, last):
-        token = block * TOKENS + tl.arange(0, TOKENS)
-        page = tl.load(block_table + sequence * table_stride + block * TOKENS // PAGE).to(tl.int64)
-        base = kv_cache + (page * PAGE + (token % PAGE)[:, None]) * width
-        used = token < length
-        keys = tl.load(base + latent[None, :], mask=used[:, None], other=0.0)
-        keys_rope = tl.load(base + RANK + rope[None, :], mask=used[:, None], other=0.0)
-        scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee")
-        scores += tl.dot(q_rope, tl.trans(keys_rope), input_precision="ieee")
-        scores = tl.where(used[None, :], scores * scale, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp(scores - new_maximum[:, None])
-        shrink = tl.exp(maximum - new_maximum)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(keys.dtype), keys, input_precision="ieee")
-        maximum = new_maximum
-
-    cell = (sequence * heads + head).to(tl.int64) * splits + split
-    tl.store(partial + cell[:, None] * RANK + latent[None, :], acc, mask=head[:, None] < heads)
-    tl.store(stats + cell * 2, maximum, mask=head < heads)
-    tl.store(stats + cell * 2 + 1, total, mask=head < heads)
+            if end - begin == blocks:
+                target = out + (row * heads + head)[None, :] * RANK + channel[:, None]
+                tl.store(target, (acc / sum[None, :]).to(out.dtype.element_ty), mask=known[None, :])
+            else:
+                cell = (program + row) * heads + head
+                tl.store(accumulators + cell[None, :] * RANK + channel[:, None], acc, mask=known[None, :])
+                tl.store(maxima + cell, maximum, mask=known)
+                tl.store(sums + cell, sum, mask=known)
+        before += blocks
+        sequence += 1
 
 
 @triton.jit
-def _combine(partial, stats, out, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The splits of one head of one sequence, weighed by their maxima; zeros where no token was seen."""
-    cell = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    channel = tl.arange(0, WIDTH)
-    present = split < splits
-    maxima = tl.load(stats + (cell * splits + split) * 2, mask=present, other=float("-inf"))
-    totals = tl.load(stats + (cell * splits + split) * 2 + 1, mask=present, other=0.0)
-    maximum = tl.max(maxima, 0)
-    # Without any token the maximum is -inf, and -inf less -inf no number.
-    weights = tl.exp(maxima - tl.where(maximum == float("-inf"), 0.0, maximum))
-    denominator = tl.sum(weights * totals, 0)
-    parts = tl.load(
-        partial + (cell * splits + split)[:, None] * WIDTH + channel[None, :], mask=present[:, None], other=0.0
-    )
-    summed = tl.sum(tl.where(weights[:, None] > 0, parts, 0.0) * weights[:, None], 0)
-    result = tl.where(denominator > 0, summed / tl.where(denominator > 0, denominator, 1.0), 0.0)
-    tl.store(out + cell * WIDTH + channel, result.to(out.dtype.element_ty))
+def _first_slot(table, block, PAGE: tl.constexpr, TOKENS: tl.constexpr):
+    """The cache row of a block's first token."""
+    return (tl.load(table + block * TOKENS // PAGE) * PAGE + block * TOKENS % PAGE).to(tl.int32)
+
+
+@triton.jit
+def _scores(keys, keys_rope, q_latent, q_rope):
+    """[TOKENS, HEADS]"""
+    scores = tl.dot(keys, q_latent, input_precision="ieee")
+    return tl.dot(keys_rope, q_rope, scores, input_precision="ieee")
+
+
+@triton.jit
+def _add_block(scores, keys, maximum, sum, acc):
+    """The running softmax over one block more: maximum and sum [HEADS], acc [RANK, HEADS]."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+    weights = tl.exp2(scores - new_maximum[None, :])
+    shrink = tl.exp2(maximum - new_maximum)
+    acc = tl.dot(tl.trans(keys), weights.to(keys.dtype), acc * shrink[None, :], input_precision="ieee")
+    return new_maximum, sum * shrink + tl.sum(weights, 0), acc

@@ -5,8 +5,9 @@ of them (causal, aligned at the bottom right):
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j]
 
-query [T, heads, qk_dim], key [S, heads, qk_dim], value [S, heads, v_dim] with T = sum q_n, S = sum k_n;
-MLA prefill has qk_dim 192 and v_dim 128, multi-head attention 128 and 128.
+query [T, heads, qk_dim], value [S, heads, v_dim] with T = sum q_n, S = sum k_n. Keys are [S, heads, qk_dim], or in two
+parts: key [S, heads, qk_dim - rope_dim] and key_rope [S, rope_dim], which all heads share. MLA prefill has 128 + 64
+and v_dim 128, multi-head attention 128 and 128.
 Cost: 2 * heads * (qk_dim + v_dim) operations per pair (i, j) that is seen; bound by arithmetic.
 """
 
@@ -14,24 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    from flash_attn.cute.interface import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+from kernels.attention_backend import AttentionBackend, flash_function
+from kernels.prefill_triton import prefill_triton
 
 
 def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    key_rope: Tensor | None = None,
     *,
     query_lens: list[int],
     key_lens: list[int],
     cu_query_lens: Tensor,
     cu_key_lens: Tensor,
     scale: float,
+    backend: AttentionBackend,
 ) -> Tensor:
-    """[T, heads, v_dim] in query's dtype; shapes as in this file's head.
+    """[T, heads, v_dim] in query's dtype; shapes as in this file's head, cu_*: int32 [N + 1], running sums from 0.
 
     Raises ValueError if the lengths do not add up to the rows.
     """
@@ -39,9 +40,25 @@ def prefill_attention(
         raise ValueError(
             f"{len(query)} queries and {len(key)} keys for lengths that add up to {sum(query_lens)} and {sum(key_lens)}"
         )
-    if flash_attn_varlen_func is None or not _fits_flash(query):
+    if backend is AttentionBackend.TRITON:
+        return prefill_triton(
+            query,
+            key,
+            value,
+            key_rope,
+            query_lens=query_lens,
+            cu_query_lens=cu_query_lens,
+            cu_key_lens=cu_key_lens,
+            scale=scale,
+        )
+    if key_rope is not None:
+        key = torch.cat((key, key_rope[:, None].expand(-1, key.shape[1], -1)), dim=-1)
+    if backend is AttentionBackend.TORCH:
         return prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
-    out: Tensor = flash_attn_varlen_func(
+    width = value.shape[-1]
+    if backend is AttentionBackend.FLASH_2 and width < key.shape[-1]:
+        value = F.pad(value, (0, key.shape[-1] - width))
+    out = flash_function(backend)(
         query,
         key,
         value,
@@ -51,37 +68,35 @@ def prefill_attention(
         max_seqlen_k=max(key_lens),
         softmax_scale=scale,
         causal=True,
-    )[0]
-    return out
-
-
-def _fits_flash(query: Tensor) -> bool:
-    """flash_attn.cute serves 16-bit numbers on Hopper and newer."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query.device)[0] >= 9
     )
+    # The fourth version returns the logarithms of the sums, too.
+    attended: Tensor = out[0] if isinstance(out, tuple) else out
+    return attended[..., :width]
 
 
 def prefill_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, *, query_lens: list[int], key_lens: list[int], scale: float
 ) -> Tensor:
-    outputs = []
-    queries, keys, values = query.split(query_lens), key.split(key_lens), value.split(key_lens)
-    for q, k, v in zip(queries, keys, values, strict=True):
-        whole = len(q) == len(k)
-        mask = None if whole else _bottom_right_mask(len(q), len(k), q.device)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=whole,
-            scale=scale,
+    """Through scaled_dot_product_attention: a batch of equal lengths at once (by cuDNN, on a GPU that has it)."""
+    if len(set(query_lens)) == len(set(key_lens)) == 1:
+        queries, keys, values = (
+            tensor.unflatten(0, (len(query_lens), -1)).transpose(1, 2) for tensor in (query, key, value)
         )
+        return _attend(queries, keys, values, scale).transpose(1, 2).flatten(0, 1)
+    outputs = []
+    split = query.split(query_lens), key.split(key_lens), value.split(key_lens)
+    for q, k, v in zip(*split, strict=True):
+        out = _attend(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query [N, heads, q, qk_dim], key and value [N, heads, k, ...], to [N, heads, q, v_dim]."""
+    queries, keys = query.shape[2], key.shape[2]
+    whole = queries == keys
+    mask = None if whole else _bottom_right_mask(queries, keys, query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, scale=scale)
 
 
 def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:

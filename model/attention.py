@@ -7,6 +7,7 @@ over their sequence's rows gathered from the pages, so that chunks and cached co
 import torch
 from torch import Tensor, nn
 
+from kernels.attention_backend import AttentionBackend
 from kernels.head_linear import head_linear
 from kernels.latent_write import write_latents
 from kernels.mha_decode import mha_decode
@@ -28,8 +29,9 @@ class LatentAttention(nn.Module):
     key half of `kv_b_proj` folded into the query and the value half onto the output.
     """
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, backend: AttentionBackend) -> None:
         super().__init__()
+        self.backend = backend
         self.heads = config.num_attention_heads
         self.nope, self.rope = config.nope_head_dim, config.rope_head_dim
         self.rank, self.value = config.latent_rank, config.value_head_dim
@@ -81,24 +83,26 @@ class LatentAttention(nn.Module):
         latent, key_rope = read_rows(kv_cache, rows.key_slots).split((self.rank, self.rope), dim=-1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
         key_nope, value = expanded.split((self.nope, self.value), dim=-1)
-        key = torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1)
         return prefill_attention(
             query,
-            key,
+            key_nope,
             value,
+            key_rope,
             query_lens=rows.query_lens,
             key_lens=rows.key_lens,
             cu_query_lens=rows.cu_query_lens,
             cu_key_lens=rows.cu_key_lens,
             scale=self.scale,
+            backend=self.backend,
         )
 
 
 class MultiHeadAttention(nn.Module):
     """Attention of tiny: the cache keeps rotated keys and values of every head, keys first in a row."""
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, backend: AttentionBackend) -> None:
         super().__init__()
+        self.backend = backend
         self.heads, self.head_dim = config.num_attention_heads, config.qk_head_dim
         self.scale = config.softmax_scale
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * self.heads * self.head_dim, bias=False)
@@ -127,6 +131,7 @@ class MultiHeadAttention(nn.Module):
                     cu_query_lens=batch.prefill.cu_query_lens,
                     cu_key_lens=batch.prefill.cu_key_lens,
                     scale=self.scale,
+                    backend=self.backend,
                 )
             )
         output: Tensor = self.o_proj(_joined(parts).flatten(1))

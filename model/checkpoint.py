@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kernels.attention_backend import AttentionBackend, AttentionSetting, choose_backend
 from model.config import ModelConfig, load_config
 from model.moe import Router
 from model.vl2 import DeepseekVL2
@@ -70,14 +71,20 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: bool = False,
+    attention: AttentionSetting = "auto",
 ) -> DeepseekVL2:
     """The model of a checkpoint folder, on `device` in `dtype` (its routers in float32), ready for inference.
 
     `progress` shows a bar where standard error is a terminal. `load_format="dummy"` reads the configuration only and
     draws seeded random weights on the device.
-    Raises ConfigError or CheckpointError, which name the file and the field or tensor.
+    `attention`: the implementation of prefill attention (kernels/attention_backend.py).
+    Raises ConfigError or CheckpointError, which name the file and the field or tensor, and BackendError.
     """
-    model = empty_model(load_config(folder), device=device, dtype=dtype)
+    config = load_config(folder)
+    language = config.language
+    keys = (language.nope_head_dim, language.rope_head_dim) if language.use_mla else (language.qk_head_dim,)
+    backend = choose_backend(attention, device=device, dtype=dtype, parts=keys, value_dim=language.value_head_dim)
+    model = empty_model(config, device=device, dtype=dtype, backend=backend)
     if load_format == "dummy":
         initialize_randomly(model, seed)
     else:
@@ -85,10 +92,16 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def empty_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DeepseekVL2:
+def empty_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: AttentionBackend = AttentionBackend.TORCH,
+) -> DeepseekVL2:
     """The model's modules with uninitialised parameters on `device`."""
     with torch.device("meta"):
-        model = DeepseekVL2(config)
+        model = DeepseekVL2(config, backend)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             kept = torch.float32 if isinstance(module, Router) else dtype

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.attention_backend import AttentionBackend
 from kernels.linear import float32_linear
 from model.attention import LatentAttention, MultiHeadAttention
 from model.batch import Batch
@@ -17,10 +18,11 @@ from model.rope import RotaryEmbedding
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP. The residual sum is handed on with its last term not yet added, for the next norm."""
 
-    def __init__(self, config: LanguageConfig, index: int) -> None:
+    def __init__(self, config: LanguageConfig, index: int, backend: AttentionBackend) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = LatentAttention(config) if config.use_mla else MultiHeadAttention(config)
+        attention = LatentAttention if config.use_mla else MultiHeadAttention
+        self.attention = attention(config, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = (
             MixtureOfExperts(config)
@@ -44,13 +46,13 @@ class DecoderLayer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, backend: AttentionBackend) -> None:
         super().__init__()
         # Not initialised: torch's default would import its compiler for a model on "meta", a second or more.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.rotary = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, backend) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

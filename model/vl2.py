@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.attention_backend import AttentionBackend
 from model.batch import Batch, upload
 from model.config import ModelConfig
 from model.image import image_layout
@@ -14,14 +15,16 @@ from model.vision import VisionTower
 
 
 class DeepseekVL2(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend = AttentionBackend.TORCH) -> None:
+        """backend: what prefill attention takes, see kernels/attention_backend.py."""
         super().__init__()
         self.config = config
+        self.attention_backend = backend
         self.vision = VisionTower(config.vision)
         self.projector = Projector(config.projector)
         self.image_newline = nn.Parameter(torch.empty(config.language.hidden_size))
         self.view_separator = nn.Parameter(torch.empty(config.language.hidden_size))
-        self.language = LanguageModel(config.language)
+        self.language = LanguageModel(config.language, backend)
 
     def encode_tiles(self, tiles: Tensor) -> Tensor:
         """uint8 [n, 3, 384, 384] to image tokens [n, 196, hidden_size]."""

@@ -122,6 +122,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         device=device,
         dtype=dtype,
         load_format=settings.load_format,
+        attention_backend=settings.attention_backend,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         kv_cache_tokens=settings.kv_cache_tokens,

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import zmq
 
+from kernels.attention_backend import BackendError
 from model.batch import PAGE_SIZE
 from model.checkpoint import CheckpointError
 from model.config import ConfigError
@@ -336,7 +337,7 @@ def serve(config: EngineConfig, address: str) -> int:
     try:
         try:
             engine = Engine(config)
-        except (CheckpointError, ConfigError, TokenizerError, EngineConfigError) as error:
+        except (CheckpointError, ConfigError, TokenizerError, BackendError, EngineConfigError) as error:
             link.send(LoadFailed(str(error)))  # the client says it: whoever chose the model or a size can mend it
             return 1
         except Exception as error:

@@ -59,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     load_format: Literal["auto", "dummy"] = "auto"
+    attention_backend: Literal["auto", "flash-attn", "triton", "torch"] = "auto"  # of prefill
     max_model_len: int | None = None  # None: the checkpoint's own limit
     max_num_seqs: int = 64
     kv_cache_tokens: int | None = None  # None: from free memory on CUDA, a fixed default on CPU

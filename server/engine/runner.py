@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.lang import has_triton
 from model import batch as model_batch
 from model.batch import PAGE_SIZE, Batch, build_batch, upload
 from model.checkpoint import load_model, resolve_model
@@ -69,8 +70,11 @@ class Runner:
             load_format=config.load_format,
             seed=config.seed,
             progress=True,
+            attention=config.attention_backend,
         )
         language = self.model.config.language
+        decode = "triton" if has_triton() and self.device.type == "cuda" else "torch"
+        logger.info("attention: %s for prefill, %s for decode", self.model.attention_backend.value, decode)
         self.row_shape = (PAGE_SIZE, language.kv_row_size)
         self.slot_bytes: int = language.hidden_size * self.dtype.itemsize
         self.num_layers = language.num_hidden_layers

@@ -23,9 +23,11 @@ from kernels import (
     moe_strips,
     norm,
     patches,
+    prefill_triton,
     rope_cache,
     router,
     sample_triton,
+    split_kv,
 )
 from kernels.tiles import FOLDER, Tiles, TileStep, default_plan, load_table
 
@@ -40,8 +42,12 @@ POINTERS = {
     "expert_ids": "*i64",
     "order": "*i32",
     "starts": "*i32",
-    "partial": "*fp32",
-    "stats": "*fp32",
+    "latents": "tensordesc<bf16[64, 512]>",
+    "cu_query_lens": "*i32",
+    "cu_key_lens": "*i32",
+    "accumulators": "*fp32",
+    "maxima": "*fp32",
+    "sums": "*fp32",
     "logits": "*fp32",
     "bias": "*fp32",
     "weights": "*fp32",
@@ -86,7 +92,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], 
             signature[name] = BF16
         else:
             signature[name] = POINTERS.get(name) or NUMBERS.get(name) or "i32"
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith("width")]
+    sides = ("width", "stride")
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith(sides)]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
     if compiled.metadata.shared > SHARED_MEMORY:
@@ -103,10 +110,7 @@ def functions_of(kernel: Any) -> set[str]:
 
 def main() -> None:
     wide = {"num_warps": 4, "num_stages": 3}
-    cached = ["query_latent", "query_rope", "query", "kv_cache"]
-    compile_kernel(mla_decode._attend, {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": 32}, cached, **wide)
-    compile_kernel(mla_decode._combine, {"SPLITS": 32, "WIDTH": 512}, ["out"], num_warps=4)
-    compile_kernel(mha_decode._attend_head, {"DIM": 128, "PAGE": 64, "TOKENS": 32}, cached, **wide)
+    compile_attention()
     compile_experts()
     pdl = {"PDL": True}
     compile_kernel(activation._silu_mul, {"BLOCK": 1024} | pdl, ["x", "y"], num_warps=4)
@@ -138,6 +142,25 @@ def main() -> None:
         sizes = {"CHUNKS": 64, "BLOCK": sample_triton.BLOCK}
         warps = sample_triton.CUT_WARPS if cuts else 4
         compile_kernel(sample_triton._choose, {"PLAIN": plain, "CUTS": cuts, **sizes}, [], num_warps=warps, **unfused)
+
+
+def compile_attention() -> None:
+    cached = ["query_latent", "query_rope", "query", "kv_cache", "out"]
+    lengths = {"LENS": split_kv.LENGTHS, "PDL": True}
+    form = mla_decode.HALF
+    sizes = {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": form.tokens, "REST": mla_decode.REST, "HEADS": form.heads}
+    compile_kernel(mla_decode._attend, sizes | lengths, cached, num_warps=4, num_stages=1)
+    sizes = {"DIM": 128, "PAGE": 64, "TOKENS": mha_decode.TOKENS, "STAGES": mha_decode.STAGES}
+    compile_kernel(mha_decode._attend_head, sizes | lengths, cached, num_warps=4)
+    for part in (128, 512):
+        sizes = {"TOKENS": form.tokens, "PIECES": split_kv.PIECES, "PART": part}
+        compile_kernel(split_kv._combine, sizes | lengths, ["out"], num_warps=4)
+    half = prefill_triton.HALF
+    for rope in (64, 0):
+        sizes = {"KEY": 128, "ROPE": rope, "VALUE": 128, "ROWS": half.rows, "COLUMNS": half.columns}
+        constants = sizes | {"STAGES": half.stages, "SEQUENCES": prefill_triton.SEQUENCES, "PDL": True}
+        arrays = ["query", "key", "value", "key_rope", "out"]
+        compile_kernel(prefill_triton._prefill, constants, arrays, num_warps=half.warps, num_stages=half.stages)
 
 
 def compile_experts() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention_backend import AttentionBackend
 from kernels.mha_decode import mha_decode
 from kernels.mla_decode import mla_decode
 from kernels.prefill_attention import prefill_attention
@@ -68,7 +69,9 @@ def running_sum(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-@pytest.mark.parametrize(("query_lens", "key_lens"), [([5], [5]), ([3, 1, 7], [3, 9, 20]), ([64, 64], [64, 128])])
+@pytest.mark.parametrize(
+    ("query_lens", "key_lens"), [([5], [5]), ([3, 1, 7], [3, 9, 20]), ([64, 64], [64, 128]), ([4, 4], [9, 9])]
+)
 def test_prefill_attention_is_causal_at_the_bottom_right(query_lens: list[int], key_lens: list[int]) -> None:
     torch.manual_seed(3)
     heads, qk_dim, v_dim, scale = 2, 12, 8, 0.4
@@ -83,6 +86,7 @@ def test_prefill_attention_is_causal_at_the_bottom_right(query_lens: list[int], 
         cu_query_lens=running_sum(query_lens),
         cu_key_lens=running_sum(key_lens),
         scale=scale,
+        backend=AttentionBackend.TORCH,
     )
     row = 0
     for n, (num_queries, num_keys) in enumerate(zip(query_lens, key_lens, strict=True)):
@@ -107,4 +111,5 @@ def test_prefill_attention_refuses_lengths_that_do_not_add_up() -> None:
             cu_query_lens=running_sum([3]),
             cu_key_lens=running_sum([4]),
             scale=1.0,
+            backend=AttentionBackend.TORCH,
         )

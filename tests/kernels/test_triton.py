@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import mha_decode as mha_decode_module
-from kernels import mla_decode as mla_decode_module
 from kernels.activation import silu_mul_reference, silu_mul_triton
 from kernels.head_linear import head_linear_reference, head_linear_triton
 from kernels.latent_write import write_latents_reference, write_latents_triton
-from kernels.mha_decode import mha_decode_reference, mha_decode_triton
-from kernels.mla_decode import mla_decode_reference, mla_decode_triton, num_splits
 from kernels.norm import add_rms_norm_rows_triton, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 from kernels.rope_cache import rope_frequencies, rope_tables_reference, rope_tables_triton
 from kernels.router import route, route_triton
-from tests.kernels.test_decode import LENGTHS, scatter
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,45 +26,6 @@ def on_device() -> Iterator[None]:
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("splits", [1, 3, 7])
-def test_mla_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    """Lengths from 0 to several pages in one batch, unused rows of pages NaN, heads that fill no whole block."""
-    monkeypatch.setattr(mla_decode_module, "num_splits", lambda batch, longest: splits)
-    heads, rank, rope = 20, 64, 16
-    sequences = [torch.randn(n, rank + rope) for n in LENGTHS]
-    with torch.device("cpu"):
-        kv_cache, table = scatter([rows.cpu() for rows in sequences], rank + rope)
-    kv_cache, table = kv_cache.to(DEVICE), table.to(DEVICE)
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    latent = torch.randn(len(LENGTHS), heads, rank)
-    query_rope = torch.randn(len(LENGTHS), heads, 48)[..., 32:]  # a strided part, as attention passes it
-    arguments = (latent, query_rope, kv_cache, table, lengths)
-    out = mla_decode_triton(*arguments, scale=0.1)
-    assert_near(out, mla_decode_reference(*arguments, scale=0.1))
-    assert (out[LENGTHS.index(0)] == 0).all()
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_mha_decode_of_any_lengths_and_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    monkeypatch.setattr(mha_decode_module, "num_splits", lambda batch, longest: splits)
-    heads, dim = 3, 16
-    sequences = [torch.randn(n, 2 * heads * dim) for n in LENGTHS]
-    with torch.device("cpu"):
-        kv_cache, table = scatter([rows.cpu() for rows in sequences], 2 * heads * dim)
-    query = torch.randn(len(LENGTHS), 3, heads, dim)[:, 1]  # a strided part of a joint projection
-    arguments = (query, kv_cache.to(DEVICE), table.to(DEVICE), torch.tensor(LENGTHS, dtype=torch.int32))
-    out = mha_decode_triton(*arguments, scale=0.25)
-    assert_near(out, mha_decode_reference(*arguments, scale=0.25))
-    assert (out[LENGTHS.index(0)] == 0).all()
-
-
-def test_splits_fill_the_device_but_not_for_a_handful_of_tokens() -> None:
-    assert num_splits(1, 4096) == 32
-    assert num_splits(1, 64) == 1
-    assert num_splits(64, 4096) == 5
-    assert num_splits(1000, 4096) == 1
 
 
 @pytest.mark.parametrize("tokens", [9, 70])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels.attention_backend import AttentionBackend, BackendError
 from kernels.moe import moe_experts
 from kernels.norm import rms_norm
 from kernels.patches import unfold_pixels
@@ -177,7 +178,7 @@ def test_low_rank_query_equals_the_reference() -> None:
     config = load_config(goldens_data.checkpoint("mla-softmax")).language.model_copy(
         update={"q_lora_rank": len(unit["w.q_a_proj.weight"])}
     )
-    attention = LatentAttention(config)
+    attention = LatentAttention(config, AttentionBackend.TORCH)
     weights = {key.removeprefix("w."): value for key, value in unit.items() if key.startswith("w.")}
     weights["q_kv_a_proj.weight"] = torch.cat(
         [weights.pop("q_a_proj.weight"), weights.pop("kv_a_proj_with_mqa.weight")]
@@ -185,6 +186,11 @@ def test_low_rank_query_equals_the_reference() -> None:
     attention.load_state_dict(weights)
     with torch.inference_mode():
         assert_near(run_attention(attention, config, unit["in"][0], empty_cache(config), 0), unit["out"][0])
+
+
+def test_an_attention_backend_that_cannot_serve_is_an_error_at_start() -> None:
+    with pytest.raises(BackendError, match="triton needs a GPU"):
+        load_model(goldens_data.checkpoint("mha"), device=CPU, dtype=torch.float32, attention="triton")
 
 
 @torch.inference_mode()
