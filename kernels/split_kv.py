@@ -91,8 +91,16 @@ def combine_pieces(pieces: Pieces, context_lens: Tensor, out: Tensor, *, program
 
 
 @triton.jit
-def find_run(program, programs, context_lens, batch, TOKENS: tl.constexpr, LENS: tl.constexpr):
-    """(first, last, sequence, before): the run of blocks of a program, its first sequence, the blocks before that."""
+def find_run(
+    program, programs, context_lens, batch, TOKENS: tl.constexpr, LENS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """(first, last, sequence, before): the run of blocks of a program, its first sequence, the blocks before that.
+
+    WHOLE: there is a program for each sequence, which takes all of it, so that no other sequence matters.
+    """
+    if WHOLE:
+        blocks = tl.cdiv(tl.load(context_lens + program).to(tl.int32), TOKENS)
+        return blocks * 0, blocks, program, blocks * 0
     index = tl.arange(0, LENS)
     total = tl.sum(tl.zeros((LENS,), tl.int32), 0)
     for start in range(0, batch, LENS):
