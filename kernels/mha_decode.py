@@ -77,7 +77,7 @@ def mha_decode_triton(
         raise ValueError(f"a page of {page} tokens is no multiple of {TOKENS}")
     most = batch * block_table.shape[1] * (page // TOKENS)
     programs = batch if whole else num_programs(query.device, most, resident / heads)
-    pieces = empty_pieces(programs, batch, heads, dim, query.device)
+    pieces = empty_pieces(1 if whole else programs + batch, heads, dim, query.device)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
     _attend_head[(heads, programs)](
         query,

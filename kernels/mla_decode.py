@@ -107,7 +107,7 @@ def mla_decode_triton(
     groups = triton.cdiv(heads, form.heads)
     most = batch * block_table.shape[1] * (page // form.tokens)
     programs = batch if whole else num_programs(device, most, form.resident / groups)
-    pieces = empty_pieces(programs, batch, heads, rank, device)
+    pieces = empty_pieces(1 if whole else programs + batch, heads, rank, device)
     out = torch.empty(batch, heads, rank, dtype=dtype, device=device)
     _attend[(groups, programs)](
         TensorDescriptor.from_tensor(kv_cache.view(-1, rank + rope), [form.tokens, rank]),

@@ -77,6 +77,7 @@ class LatentAttention(nn.Module):
             rows.block_table,
             rows.context_lens,
             scale=self.scale,
+            batch_invariant=self.batch_invariant,
         )
         return head_linear(attended, value_weight.transpose(1, 2), batch_invariant=self.batch_invariant)
 
@@ -121,7 +122,10 @@ class MultiHeadAttention(nn.Module):
         parts = []
         if batch.decode is not None:
             table, lengths = batch.decode.block_table, batch.decode.context_lens
-            parts.append(mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale))
+            invariant = self.batch_invariant
+            parts.append(
+                mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale, batch_invariant=invariant)
+            )
         if batch.prefill is not None:
             rows = read_rows(kv_cache, batch.prefill.key_slots).unflatten(-1, (2, self.heads, self.head_dim))
             parts.append(
