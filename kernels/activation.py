@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_invariant import whole_vectors
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -20,7 +21,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 def silu_mul_reference(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return whole_vectors(F.silu, gate) * up
 
 
 def silu_mul_triton(x: Tensor) -> Tensor:

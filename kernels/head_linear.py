@@ -10,8 +10,10 @@ share the weights, and each asks for its own before it waits for x.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_invariant import padded_rows
 from kernels.lang import pdl, tl, triton, use_triton
 
 _FEW_TOKENS = 32
@@ -21,20 +23,28 @@ _STRIP = 8192
 """Weights of a program that takes the inner dimension whole: 128 such programs a layer of small."""
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, heads, out] in x's dtype; shapes as in this file's head."""
-    return (head_linear_triton if use_triton(x) else head_linear_reference)(x, weight)
+def head_linear(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+    """[T, heads, out] in x's dtype; shapes as in this file's head.
+
+    `batch_invariant` makes the Triton form compute a row alike in any batch; the other always does on a CPU.
+    """
+    if use_triton(x):
+        return head_linear_triton(x, weight, batch_invariant=batch_invariant)
+    return head_linear_reference(x, weight)
 
 
 def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.einsum("thi,hio->tho", x, weight)
+    """On a CPU with enough rows for a token to give the same bits in any batch (kernels/batch_invariant.py)."""
+    padding = padded_rows(len(x)) - len(x) if x.device.type == "cpu" else 0
+    return torch.einsum("thi,hio->tho", F.pad(x, (0, 0, 0, 0, 0, padding)), weight)[: len(x)]
 
 
-def head_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
+def head_linear_triton(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     (tokens, heads, inner), outer = x.shape, weight.shape[2]
     y = torch.empty(tokens, heads, outer, dtype=x.dtype, device=x.device)
-    whole = tokens <= _FEW_TOKENS and inner <= _MOST_WHOLE
-    rows = 64 if tokens > _FEW_TOKENS else 32 if tokens > 16 else 16
+    few = tokens <= _FEW_TOKENS and not batch_invariant
+    whole = few and inner <= _MOST_WHOLE
+    rows = 64 if not few else 32 if tokens > 16 else 16
     depth = min(_MOST_WHOLE if whole else 128, max(16, triton.next_power_of_2(inner)))
     columns = min(_STRIP // depth if whole else 128, max(16, triton.next_power_of_2(outer)))
     grid = (triton.cdiv(tokens, rows), triton.cdiv(outer, columns), heads)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_invariant import linear, linear_triton
+
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """[rows, out] in x's dtype. On CUDA in 16 bits cuBLAS computes the GELU, whose tanh is too coarse for float32."""
@@ -25,10 +27,15 @@ def add_linear_(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return stream.addmm_(x, weight.t())
 
 
-def float32_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 [rows, out], in `out` where given. CUDA rounds no sum to a narrower type of x; others round each."""
+def float32_linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
+    """float32 [rows, out], in `out` where given. CUDA rounds no sum to a narrower type of x; others round each.
+
+    `batch_invariant`: as in kernels/batch_invariant.py.
+    """
     if out is None:
         out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    if x.is_cuda and batch_invariant:
+        return linear_triton(x, weight, out=out)
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-    return out.copy_(F.linear(x, weight))
+    return out.copy_(linear(x, weight))

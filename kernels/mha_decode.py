@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.lang import pdl, tl, triton, use_triton
+from kernels.paged_blocks import mha_decode_blocks
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
 TOKENS = 32
@@ -24,11 +25,23 @@ STAGES = 3
 """Blocks of tokens on their way or in use at a time."""
 
 
-def mha_decode(query: Tensor, kv_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, scale: float) -> Tensor:
-    """[B, heads, dim] in query's dtype; shapes as in this file's head."""
-    fits = query.shape[2] & (query.shape[2] - 1) == 0 and query.stride(2) == 1
-    chosen = mha_decode_triton if use_triton(query) and fits else mha_decode_reference
-    return chosen(query, kv_cache, block_table, context_lens, scale=scale)
+def mha_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """[B, heads, dim] in query's dtype; shapes as in this file's head.
+
+    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so.
+    """
+    rows = (query, kv_cache, block_table, context_lens)
+    if use_triton(query) and query.shape[2] & (query.shape[2] - 1) == 0 and query.stride(2) == 1:
+        return mha_decode_triton(*rows, scale=scale, whole=batch_invariant)
+    return (mha_decode_blocks if query.device.type == "cpu" else mha_decode_reference)(*rows, scale=scale)
 
 
 def mha_decode_reference(
@@ -52,14 +65,19 @@ def mha_decode_triton(
     scale: float,
     stages: int = STAGES,
     resident: int = _RESIDENT,
+    whole: bool = False,
 ) -> Tensor:
-    """As `mha_decode`. stages: blocks on their way or in use at a time; resident: programs of a multiprocessor."""
+    """As `mha_decode`.
+
+    stages: blocks on their way or in use at a time; resident: programs of a multiprocessor; whole: a program for each
+    sequence and head.
+    """
     (batch, heads, dim), page = query.shape, kv_cache.shape[1]
     if page % TOKENS:
         raise ValueError(f"a page of {page} tokens is no multiple of {TOKENS}")
     most = batch * block_table.shape[1] * (page // TOKENS)
-    programs = num_programs(query.device, most, resident / heads)
-    pieces = empty_pieces(programs, batch, heads, dim, query.device)
+    programs = batch if whole else num_programs(query.device, most, resident / heads)
+    pieces = empty_pieces(1 if whole else programs + batch, heads, dim, query.device)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
     _attend_head[(heads, programs)](
         query,
@@ -80,10 +98,11 @@ def mha_decode_triton(
         TOKENS=TOKENS,
         LENS=LENGTHS,
         STAGES=stages,
+        WHOLE=whole,
         num_warps=4,
         **pdl(query),
     )
-    combine_pieces(pieces, context_lens, out, programs=programs, tokens=TOKENS)
+    combine_pieces(pieces, context_lens, out, programs=1 if whole else programs, tokens=TOKENS)
     return out
 
 
@@ -107,6 +126,7 @@ def _attend_head(
     TOKENS: tl.constexpr,
     LENS: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program's run of blocks, one head: for each sequence in it a running softmax over its tokens."""
@@ -120,7 +140,7 @@ def _attend_head(
     place = tl.arange(0, TOKENS)
     width = 2 * heads * DIM
 
-    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS)
+    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS, WHOLE)
     while (before < last) & (first < last):
         length = tl.load(context_lens + sequence).to(tl.int32)
         blocks = tl.cdiv(length, TOKENS)

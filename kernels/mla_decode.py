@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels.lang import TensorDescriptor, pdl, tl, triton, use_triton
+from kernels.paged_blocks import mla_decode_blocks
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
 
 
@@ -54,12 +55,16 @@ def mla_decode(
     context_lens: Tensor,
     *,
     scale: float,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """[B, heads, rank] in the query's dtype; shapes as in this file's head."""
-    chosen = mla_decode_reference
+    """[B, heads, rank] in the query's dtype; shapes as in this file's head.
+
+    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so.
+    """
+    rows = (query_latent, query_rope, kv_cache, block_table, context_lens)
     if use_triton(query_latent) and _fits_triton(query_latent, query_rope):
-        chosen = mla_decode_triton
-    return chosen(query_latent, query_rope, kv_cache, block_table, context_lens, scale=scale)
+        return mla_decode_triton(*rows, scale=scale, whole=batch_invariant)
+    return (mla_decode_blocks if query_latent.device.type == "cpu" else mla_decode_reference)(*rows, scale=scale)
 
 
 def mla_decode_reference(
@@ -90,7 +95,9 @@ def mla_decode_triton(
     *,
     scale: float,
     form: Form | None = None,
+    whole: bool = False,
 ) -> Tensor:
+    """As `mla_decode`. whole: a program for each sequence."""
     (batch, heads, rank), rope = query_latent.shape, query_rope.shape[-1]
     page = kv_cache.shape[1]
     form = form or (HALF if query_latent.dtype.itemsize == 2 else _FLOAT)
@@ -99,8 +106,8 @@ def mla_decode_triton(
     device, dtype = query_latent.device, query_latent.dtype
     groups = triton.cdiv(heads, form.heads)
     most = batch * block_table.shape[1] * (page // form.tokens)
-    programs = num_programs(device, most, form.resident / groups)
-    pieces = empty_pieces(programs, batch, heads, rank, device)
+    programs = batch if whole else num_programs(device, most, form.resident / groups)
+    pieces = empty_pieces(1 if whole else programs + batch, heads, rank, device)
     out = torch.empty(batch, heads, rank, dtype=dtype, device=device)
     _attend[(groups, programs)](
         TensorDescriptor.from_tensor(kv_cache.view(-1, rank + rope), [form.tokens, rank]),
@@ -128,11 +135,12 @@ def mla_decode_triton(
         REST=REST,
         HEADS=form.heads,
         LENS=LENGTHS,
+        WHOLE=whole,
         num_warps=4,
         num_stages=1,
         **pdl(query_latent),
     )
-    combine_pieces(pieces, context_lens, out, programs=programs, tokens=form.tokens)
+    combine_pieces(pieces, context_lens, out, programs=1 if whole else programs, tokens=form.tokens)
     return out
 
 
@@ -170,6 +178,7 @@ def _attend(
     REST: tl.constexpr,
     HEADS: tl.constexpr,
     LENS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program's run of blocks, HEADS heads: for each sequence in it a running softmax over its tokens.
@@ -188,7 +197,7 @@ def _attend(
     few = tl.arange(0, REST)
     width: tl.constexpr = RANK + ROPE
 
-    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS)
+    first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS, WHOLE)
     while (before < last) & (first < last):
         length = tl.load(context_lens + sequence).to(tl.int32)
         blocks = tl.cdiv(length, TOKENS)

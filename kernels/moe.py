@@ -15,10 +15,10 @@ cast back once, as in the reference.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import silu_mul_reference
+from kernels.batch_invariant import linear
 from kernels.lang import pdl, tl, triton, use_triton
 from kernels.moe_products import product, sort_by_expert
 from kernels.moe_strips import experts_by_strips
@@ -96,7 +96,7 @@ def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(silu_mul_reference(F.linear(x, gate_up)), down)
+    return linear(silu_mul_reference(linear(x, gate_up)), down)
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ Cost: every value is read and written once; bound by bandwidth.
 import torch
 from torch import Tensor
 
+from kernels.batch_invariant import whole_vectors
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -31,7 +32,7 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
 
 def rope_tables_reference(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return whole_vectors(torch.cos, angles), whole_vectors(torch.sin, angles)
 
 
 def rope_tables_triton(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_invariant import linear, whole_vectors
 from kernels.lang import pdl, tl, triton, use_triton
 
 _MOST_CHOICES = 16
@@ -59,8 +60,8 @@ def route(
             num_shared=num_shared,
             batch_invariant=batch_invariant,
         )
-    logits = hidden.float() @ weight.t()
-    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    logits = linear(hidden.float(), weight)
+    scores = logits.softmax(-1) if scoring == "softmax" else whole_vectors(torch.sigmoid, logits)
     if method == "greedy":
         chosen = scores.topk(topk, dim=-1, sorted=False).indices
     elif method == "group_limited_greedy":

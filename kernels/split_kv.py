@@ -41,8 +41,7 @@ class Pieces:
     """[programs + batch, heads]"""
 
 
-def empty_pieces(programs: int, batch: int, heads: int, width: int, device: torch.device) -> Pieces:
-    pieces = programs + batch
+def empty_pieces(pieces: int, heads: int, width: int, device: torch.device) -> Pieces:
     return Pieces(
         torch.empty(pieces, heads, width, dtype=torch.float32, device=device),
         torch.empty(pieces, heads, dtype=torch.float32, device=device),
@@ -91,26 +90,34 @@ def combine_pieces(pieces: Pieces, context_lens: Tensor, out: Tensor, *, program
 
 
 @triton.jit
-def find_run(program, programs, context_lens, batch, TOKENS: tl.constexpr, LENS: tl.constexpr):
-    """(first, last, sequence, before): the run of blocks of a program, its first sequence, the blocks before that."""
-    index = tl.arange(0, LENS)
-    total = tl.sum(tl.zeros((LENS,), tl.int32), 0)
-    for start in range(0, batch, LENS):
-        lengths = tl.load(context_lens + start + index, mask=start + index < batch, other=0).to(tl.int32)
-        total += tl.sum((lengths + (TOKENS - 1)) // TOKENS, 0)
-    share = tl.maximum(tl.cdiv(total, programs), 1)
-    first = program * share
-    last = tl.minimum(first + share, total)
-    seen = total * 0
-    before = total * 0
-    sequence = total * 0
-    for start in range(0, batch, LENS):
-        lengths = tl.load(context_lens + start + index, mask=start + index < batch, other=0).to(tl.int32)
-        blocks = (lengths + (TOKENS - 1)) // TOKENS
-        passed = (seen + tl.cumsum(blocks, 0) <= first) & (start + index < batch)
-        sequence += tl.sum(passed.to(tl.int32), 0)
-        before += tl.sum(tl.where(passed, blocks, 0), 0)
-        seen += tl.sum(blocks, 0)
+def find_run(program, programs, context_lens, batch, TOKENS: tl.constexpr, LENS: tl.constexpr, WHOLE: tl.constexpr):
+    """(first, last, sequence, before): the run of blocks of a program, its first sequence, the blocks before that.
+
+    WHOLE: there is a program for each sequence, which takes all of it, so that no other sequence matters.
+    """
+    first = program * 0
+    before = first
+    if WHOLE:
+        sequence = program
+        last = tl.cdiv(tl.load(context_lens + program).to(tl.int32), TOKENS)
+    else:
+        index = tl.arange(0, LENS)
+        total = first
+        for start in range(0, batch, LENS):
+            lengths = tl.load(context_lens + start + index, mask=start + index < batch, other=0).to(tl.int32)
+            total += tl.sum((lengths + (TOKENS - 1)) // TOKENS, 0)
+        share = tl.maximum(tl.cdiv(total, programs), 1)
+        first = program * share
+        last = tl.minimum(first + share, total)
+        seen = total * 0
+        sequence = total * 0
+        for start in range(0, batch, LENS):
+            lengths = tl.load(context_lens + start + index, mask=start + index < batch, other=0).to(tl.int32)
+            blocks = (lengths + (TOKENS - 1)) // TOKENS
+            passed = (seen + tl.cumsum(blocks, 0) <= first) & (start + index < batch)
+            sequence += tl.sum(passed.to(tl.int32), 0)
+            before += tl.sum(tl.where(passed, blocks, 0), 0)
+            seen += tl.sum(blocks, 0)
     return first, last, sequence, before
 
 

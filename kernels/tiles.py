@@ -129,6 +129,13 @@ def default_plan(dtype: torch.dtype) -> ExpertsPlan:
     return ExpertsPlan((strips, *few, *many))
 
 
+def invariant_plan(dtype: torch.dtype) -> ExpertsPlan:
+    """One form and one tile shape for any number of tokens, so that a token comes out alike in any batch."""
+    if dtype.itemsize > 2:
+        return ExpertsPlan((default_plan(dtype).steps[-1],))
+    return ExpertsPlan((TileStep(None, Tiles(64, 128, 64, 8, 3, 4, 1), Tiles(64, 128, 64, 4, 4, 4, 2)),))
+
+
 @cache
 def _load(path: Path) -> dict[Geometry, ExpertsPlan]:
     return load_table(path)

@@ -16,6 +16,7 @@ from kernels.prefill_attention import prefill_attention
 from kernels.rope_cache import apply_rope_half, read_rows, write_rows
 from model.batch import Batch, DecodeRows, PrefillRows
 from model.config import LanguageConfig
+from model.linear import Linear
 from model.norm import RMSNorm
 
 LATENT_NORM_EPS = 1e-6
@@ -36,16 +37,17 @@ class LatentAttention(nn.Module):
         self.nope, self.rope = config.nope_head_dim, config.rope_head_dim
         self.rank, self.value = config.latent_rank, config.value_head_dim
         self.scale = config.softmax_scale
+        self.batch_invariant = False
         query_width = self.heads * config.qk_head_dim
         self.query_rows = config.query_rank or query_width
-        self.q_kv_a_proj = nn.Linear(config.hidden_size, self.query_rows + self.rank + self.rope, bias=False)
+        self.q_kv_a_proj = Linear(config.hidden_size, self.query_rows + self.rank + self.rope, bias=False)
         if config.query_rank:
             self.q_a_layernorm = RMSNorm(config.query_rank, LATENT_NORM_EPS)
-            self.q_b_proj = nn.Linear(config.query_rank, query_width, bias=False)
+            self.q_b_proj = Linear(config.query_rank, query_width, bias=False)
         self.low_rank_query = config.query_rank > 0
         self.kv_a_layernorm = RMSNorm(self.rank, LATENT_NORM_EPS)
-        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value), bias=False)
-        self.o_proj = nn.Linear(self.heads * self.value, config.hidden_size, bias=False)
+        self.kv_b_proj = Linear(self.rank, self.heads * (self.nope + self.value), bias=False)
+        self.o_proj = Linear(self.heads * self.value, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, kv_cache: Tensor) -> Tensor:
         """hidden_states [T, hidden_size], rotary cos and sin [T, rope / 2], kv_cache [pages, PAGE_SIZE, row]."""
@@ -69,14 +71,15 @@ class LatentAttention(nn.Module):
         expansion = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         key_weight, value_weight = expansion.split((self.nope, self.value), dim=1)
         attended = mla_decode(
-            head_linear(query[..., : self.nope], key_weight),
+            head_linear(query[..., : self.nope], key_weight, batch_invariant=self.batch_invariant),
             query[..., self.nope :],
             kv_cache,
             rows.block_table,
             rows.context_lens,
             scale=self.scale,
+            batch_invariant=self.batch_invariant,
         )
-        return head_linear(attended, value_weight.transpose(1, 2))
+        return head_linear(attended, value_weight.transpose(1, 2), batch_invariant=self.batch_invariant)
 
     def _prefill(self, query: Tensor, rows: PrefillRows, kv_cache: Tensor) -> Tensor:
         """query [rows of prefill, heads, nope + rope], rotated, to [rows of prefill, heads, value]."""
@@ -105,8 +108,9 @@ class MultiHeadAttention(nn.Module):
         self.backend = backend
         self.heads, self.head_dim = config.num_attention_heads, config.qk_head_dim
         self.scale = config.softmax_scale
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * self.heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.batch_invariant = False
+        self.qkv_proj = Linear(config.hidden_size, 3 * self.heads * self.head_dim, bias=False)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, kv_cache: Tensor) -> Tensor:
         """hidden_states [T, hidden_size], rotary cos and sin [T, head_dim / 2], kv_cache [pages, PAGE_SIZE, row]."""
@@ -118,7 +122,10 @@ class MultiHeadAttention(nn.Module):
         parts = []
         if batch.decode is not None:
             table, lengths = batch.decode.block_table, batch.decode.context_lens
-            parts.append(mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale))
+            invariant = self.batch_invariant
+            parts.append(
+                mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale, batch_invariant=invariant)
+            )
         if batch.prefill is not None:
             rows = read_rows(kv_cache, batch.prefill.key_slots).unflatten(-1, (2, self.heads, self.head_dim))
             parts.append(

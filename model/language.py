@@ -48,6 +48,7 @@ class DecoderLayer(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self, config: LanguageConfig, backend: AttentionBackend) -> None:
         super().__init__()
+        self.batch_invariant = False
         # Not initialised: torch's default would import its compiler for a model on "meta", a second or more.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
@@ -71,4 +72,4 @@ class LanguageModel(nn.Module):
             hidden_states, residual = layer(hidden_states, residual, rotary, batch, layer_cache)
         assert residual is not None  # there is a layer at least
         normed = self.norm.add_rows(hidden_states, residual, batch.logits_rows)
-        return float32_linear(normed, self.lm_head.weight, out)
+        return float32_linear(normed, self.lm_head.weight, out, batch_invariant=self.batch_invariant)

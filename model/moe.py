@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from kernels.activation import silu_mul
 from kernels.moe import moe_experts
 from kernels.router import route
-from kernels.tiles import ExpertsPlan, plan_for
+from kernels.tiles import ExpertsPlan, invariant_plan, plan_for
 from model.config import LanguageConfig
+from model.linear import Linear
 
 
 class MLP(nn.Module):
@@ -17,8 +18,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(hidden_states)))
@@ -49,6 +50,7 @@ class Router(nn.Module):
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.config = config
+        self.batch_invariant = False
         self.weight = nn.Parameter(torch.empty(config.num_routed_experts, config.hidden_size, dtype=torch.float32))
         bias = torch.empty(config.num_routed_experts, dtype=torch.float32) if config.topk_method == "noaux_tc" else None
         self.e_score_correction_bias = None if bias is None else nn.Parameter(bias)
@@ -72,6 +74,7 @@ class Router(nn.Module):
             num_groups=config.n_group or 1,
             topk_groups=config.topk_group or 1,
             num_shared=config.num_shared_experts,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -80,10 +83,11 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
+        self.batch_invariant = False
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
     @cached_property
     def plan(self) -> ExpertsPlan:
         """How the kernels are cut for these weights on their device. Raises TilesError for an unusable table."""
-        return plan_for(self.gate_up_weight)
+        return invariant_plan(self.gate_up_weight.dtype) if self.batch_invariant else plan_for(self.gate_up_weight)

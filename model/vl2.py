@@ -26,6 +26,16 @@ class DeepseekVL2(nn.Module):
         self.view_separator = nn.Parameter(torch.empty(config.language.hidden_size))
         self.language = LanguageModel(config.language, backend)
 
+    def make_batch_invariant(self) -> None:
+        """From now on a decode row's numbers do not depend on the others on CUDA either, at some cost.
+
+        Nor do those of a prompt's tokens if they are laid out as decode rows (`model.batch.one_by_one`), and those of a
+        tile if it is encoded alone. To be called before the first forward pass.
+        """
+        for module in self.language.modules():
+            if hasattr(module, "batch_invariant"):
+                module.batch_invariant = True
+
     def encode_tiles(self, tiles: Tensor) -> Tensor:
         """uint8 [n, 3, 384, 384] to image tokens [n, 196, hidden_size]."""
         tokens: Tensor = self.projector(self.vision(tiles))

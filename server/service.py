@@ -130,6 +130,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vision_tile_budget=settings.vision_tile_budget,
         prefix_caching=not settings.no_prefix_caching,
+        deterministic=settings.deterministic,
         vision_cache_bytes=settings.vision_cache_bytes,
         max_queued_requests=settings.max_queued_requests,
         seed=settings.seed,

@@ -86,6 +86,10 @@ class Settings(BaseSettings):
     no_prefix_caching: bool = Field(
         default=False, description="Compute every prompt anew, whatever it has in common with earlier ones."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Answers that do not depend on what else runs, to the bit: slower on a GPU, always so on a CPU.",
+    )
     vision_cache_bytes: int = Field(
         default=1 << 30, ge=0, description="Device memory for features of pictures, those of running requests included."
     )

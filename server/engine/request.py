@@ -67,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one step, over all requests
     vision_tile_budget: int = 16  # image tiles encoded in one step, over all requests
     prefix_caching: bool = True  # share the pages of equal prefixes between requests
+    deterministic: bool = False  # a token's numbers do not depend on the batch, on CUDA too
     vision_cache_bytes: int = 1 << 30  # features of pictures on the device: of unfinished requests, and kept for others
     max_queued_requests: int = 256  # beside max_num_seqs that run
     seed: int = 0  # for dummy weights; requests without a seed draw theirs from the system

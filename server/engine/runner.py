@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.lang import has_triton
 from model import batch as model_batch
-from model.batch import PAGE_SIZE, Batch, build_batch, upload
+from model.batch import PAGE_SIZE, Batch, build_batch, one_by_one, upload
 from model.checkpoint import load_model, resolve_model
 from server.engine.graphs import DecodeGraphs, graph_sizes, measure_graphs
 from server.engine.request import (
@@ -82,6 +82,9 @@ class Runner:
         self._features: dict[bytes, PictureFeatures] = {}  # by the picture's key
         self.kv_cache: list[Tensor] = []
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.batch_invariant = config.deterministic or self.device.type == "cpu"  # there it costs next to nothing
+        if self.batch_invariant:
+            self.model.make_batch_invariant()
         self.runs_ahead = self.device.type == "cuda"  # the CPU would gain nothing, and waste a row at every eos
         self.graphs: DecodeGraphs | None = None
         self.vision_graphs: VisionGraphs | None = None
@@ -150,6 +153,8 @@ class Runner:
 
         Raises torch.OutOfMemoryError when a single tile is too much.
         """
+        if self.batch_invariant and len(tiles) > 1:
+            return torch.cat([self._encode_tiles(tile) for tile in tiles.split(1)])
         try:
             if self.vision_graphs is not None:
                 return self.vision_graphs.run(tiles)
@@ -194,9 +199,13 @@ class Runner:
             row += chunk.end - chunk.start
             if chunk.samples:
                 logits_rows.append(row - 1)
+        decodes = [_model_chunk(chunk) for chunk in plan.decodes]
+        prefills = [_model_chunk(chunk) for chunk in plan.prefills]
+        if self.batch_invariant:  # a prompt's tokens go the way that an answer's go
+            decodes, prefills = decodes + one_by_one(prefills), []
         batch = build_batch(
-            [_model_chunk(chunk) for chunk in plan.decodes],
-            [_model_chunk(chunk) for chunk in plan.prefills],
+            decodes,
+            prefills,
             logits_rows=logits_rows,
             device=self.device,
             image_rows=image_rows,

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from kernels import (
     activation,
+    batch_invariant,
     head_linear,
     latent_write,
     layer_norm,
@@ -133,6 +134,10 @@ def main() -> None:
     for rows, columns, depth in ((16, 64, 128), (32, 16, 512), (64, 128, 128)):
         shape = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "WHOLE": rows < 64}
         compile_kernel(head_linear._head_linear, shape | pdl, ["x", "weight", "y"], **wide)
+    for bias in (True, False):
+        compile_kernel(
+            batch_invariant._linear, {"BIAS": bias, "TILE": 64}, ["x", "weight", "bias", "y"], num_warps=4, num_stages=4
+        )
     arrays = ["query", "latent", "norm_weight", "kv_cache"]
     compile_kernel(latent_write._write_latents, {"HEADS": 16, "RANK": 512, "HALF": 32} | pdl, arrays, num_warps=4)
     POINTERS.update(SAMPLING)
@@ -149,9 +154,11 @@ def compile_attention() -> None:
     lengths = {"LENS": split_kv.LENGTHS, "PDL": True}
     form = mla_decode.HALF
     sizes = {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": form.tokens, "REST": mla_decode.REST, "HEADS": form.heads}
-    compile_kernel(mla_decode._attend, sizes | lengths, cached, num_warps=4, num_stages=1)
+    for whole in (False, True):
+        compile_kernel(mla_decode._attend, sizes | lengths | {"WHOLE": whole}, cached, num_warps=4, num_stages=1)
     sizes = {"DIM": 128, "PAGE": 64, "TOKENS": mha_decode.TOKENS, "STAGES": mha_decode.STAGES}
-    compile_kernel(mha_decode._attend_head, sizes | lengths, cached, num_warps=4)
+    for whole in (False, True):
+        compile_kernel(mha_decode._attend_head, sizes | lengths | {"WHOLE": whole}, cached, num_warps=4)
     for part in (128, 512):
         sizes = {"TOKENS": form.tokens, "PIECES": split_kv.PIECES, "PART": part}
         compile_kernel(split_kv._combine, sizes | lengths, ["out"], num_warps=4)

@@ -90,6 +90,26 @@ def test_mha_decode_of_any_lengths_and_programs(
     assert (out[context_lens == 0] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["mla", "mha"])
+def test_a_program_for_each_sequence(kind: str) -> None:
+    """The batch-invariant form."""
+    lengths, heads = LENGTHS, 3
+    kv_cache, table, context_lens = cached(lengths, 80 if kind == "mla" else 2 * heads * 32, torch.float32)
+    if kind == "mla":
+        latent = torch.randn(len(lengths), heads, 64, device=DEVICE)
+        arguments = (latent, torch.randn(len(lengths), heads, 16, device=DEVICE), kv_cache, table, context_lens)
+        out, expected = (
+            mla_decode_triton(*arguments, scale=0.1, whole=True),
+            mla_decode_reference(*arguments, scale=0.1),
+        )
+    else:
+        query = torch.randn(len(lengths), heads, 32, device=DEVICE)
+        out = mha_decode_triton(query, kv_cache, table, context_lens, scale=0.1, whole=True)
+        expected = mha_decode_reference(query, kv_cache, table, context_lens, scale=0.1)
+    assert_near(out, expected)
+    assert (out[context_lens == 0] == 0).all()
+
+
 def test_no_sequence_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     deal(monkeypatch, 3)
     kv_cache, table, context_lens = cached([0, 1, 0], 80, torch.float32)
