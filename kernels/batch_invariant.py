@@ -47,7 +47,8 @@ def linear_padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     padding = padded_rows(len(rows)) - len(rows)
     if not padding:
         return F.linear(x, weight, bias)
-    return F.linear(F.pad(rows, (0, 0, 0, padding)), weight, bias)[: len(rows)].unflatten(0, x.shape[:-1])
+    y = F.linear(F.pad(rows, (0, 0, 0, padding)), weight, bias)
+    return y[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
 def padded_rows(rows: int) -> int:
@@ -66,7 +67,7 @@ def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
     rows = F.pad(x, (0, -x.shape[-1] % _VECTOR)).flatten(0, -2)
     parts = rows.split(max(1, _ONE_THREAD // rows.shape[-1]))
-    return torch.cat([function(part) for part in parts]).unflatten(0, x.shape[:-1])[..., : x.shape[-1]]
+    return torch.cat([function(part) for part in parts])[:, : x.shape[-1]].reshape(x.shape)
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ The Triton form is split-KV flash decoding (kernels/split_kv.py). Its products h
 
     scores^T = rows query^T        acc^T += rows[:, :rank]^T weights^T
 
-because Hopper's matrix units want 64 rows, which a page has and a few heads have not; both then read the cache rows
+because Hopper's matrix units want many rows, which a page has and a few heads have not; both then read the cache rows
 from shared memory, where a tensor descriptor's copy puts them once, and which take no registers.
 """
 
@@ -41,7 +41,8 @@ class Form:
     """Programs that a multiprocessor holds at a time; while one waits for memory another computes."""
 
 
-HALF = Form(tokens=64, heads=16, resident=2)
+HALF = Form(tokens=32, heads=16, resident=2)
+"""64 tokens would be the matrix units' shape, but Triton 3.6 then compiles reads beyond shared memory's end."""
 _FLOAT = Form(tokens=16, heads=16, resident=2)
 REST = 16
 """Tokens at a time of a block that is not full."""

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention_backend import AttentionBackend
+from model.attention import LatentAttention, MultiHeadAttention
 from model.batch import Batch, upload
 from model.config import ModelConfig
 from model.image import image_layout
 from model.language import LanguageModel
+from model.linear import Linear
+from model.moe import Experts, Router
 from model.projector import Projector
 from model.vision import VisionTower
+
+BATCH_INVARIANT = (Linear, LatentAttention, MultiHeadAttention, Router, Experts, LanguageModel)
+"""Modules that can compute rows without regard to the others."""
 
 
 class DeepseekVL2(nn.Module):
@@ -33,7 +39,7 @@ class DeepseekVL2(nn.Module):
         tile if it is encoded alone. To be called before the first forward pass.
         """
         for module in self.language.modules():
-            if hasattr(module, "batch_invariant"):
+            if isinstance(module, BATCH_INVARIANT):
                 module.batch_invariant = True
 
     def encode_tiles(self, tiles: Tensor) -> Tensor:
