@@ -56,6 +56,7 @@ def fields(kind: Kind) -> dict[str, Field]:
     return {
         "tiles": Field((kind.tiles, TILE_SIZE, TILE_SIZE, 3), np.uint8),
         "boxes": Field((*patches, 4), np.int16),
+        "answer_boxes": Field((*patches, 4), np.int16),
         "prefix_ids": Field((kind.prefix,), np.int16),
         "gather": Field((kind.prefix,), np.int16),
         "ids": Field((kind.segments,), np.int16),
@@ -99,11 +100,12 @@ def pack(row: Row, arrays: Arrays, index: int, kind: Kind, pad_id: int) -> None:
     for tile, pixels in enumerate(row.tiles):
         arrays["tiles"][index, tile] = pixels
         arrays["boxes"][index, tile] = row.patches[tile].boxes
+        arrays["answer_boxes"][index, tile] = row.patches[tile].answers
         arrays["classes"][index, tile] = row.patches[tile].classes
         arrays["colours"][index, tile] = row.patches[tile].colours
         arrays["characters"][index, tile] = row.patches[tile].characters
     arrays["tiles"][index, used:] = 127
-    for name, filler in (("boxes", 0), ("classes", 0), ("colours", 255), ("characters", 0)):
+    for name, filler in (("boxes", 0), ("answer_boxes", -1), ("classes", 0), ("colours", 255), ("characters", 0)):
         arrays[name][index, used:] = filler
     arrays["tile_used"][index] = np.arange(kind.tiles) < used
     length, filled = len(row.prefix_ids), len(row.ids)

@@ -118,10 +118,15 @@ def _third(position: float, names: tuple[str, str, str]) -> str | None:
     return None
 
 
+def scaled_box(box: Box, size: tuple[int, int]) -> list[int]:
+    """A pixel box in 999ths of the picture's width and height."""
+    scaled = (round(value / size[axis % 2] * 999) for axis, value in enumerate(box))
+    return [min(999, max(0, value)) for value in scaled]
+
+
 def box_text(box: Box, size: tuple[int, int]) -> str:
-    """A pixel box as the model writes it: 0 to 999 of the picture's width and height."""
-    scaled = [round(value / size[axis % 2] * 999) for axis, value in enumerate(box)]
-    return "[" + ", ".join(str(min(999, max(0, value))) for value in scaled) + "]"
+    """A pixel box as the model writes it."""
+    return "[" + ", ".join(map(str, scaled_box(box, size))) + "]"
 
 
 def grounding(label: str, boxes: Sequence[Box], size: tuple[int, int]) -> str:

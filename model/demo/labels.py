@@ -9,6 +9,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from model.demo.colours import GROUND_COLOURS, OBJECT_COLOURS
+from model.demo.facts import scaled_box
 from model.demo.scene import Scene
 from model.demo.words import NOUNS
 from model.image import PAD_COLOR, TILE_SIZE
@@ -30,12 +31,16 @@ _CENTRES = np.arange(PATCHES) * PATCH + PATCH / 2
 
 @dataclass(frozen=True)
 class TileLabels:
-    """What each of the 729 patches of a tile shows: class, colour, character, box of its owner in tile pixels."""
+    """What each of the 729 patches of a tile shows: class, colour, character, box of its owner in tile pixels.
+
+    And, of a tile that shows the whole picture, that box as an answer gives it, in 999ths of the picture; -1 elsewhere.
+    """
 
     classes: npt.NDArray[np.uint8]
     colours: npt.NDArray[np.uint8]
     characters: npt.NDArray[np.uint8]
     boxes: npt.NDArray[np.int16]
+    answers: npt.NDArray[np.int16]
 
 
 def cut(scene: Scene, columns: int, rows: int) -> tuple[list[npt.NDArray[np.uint8]], list[TileLabels]]:
@@ -53,17 +58,21 @@ def cut(scene: Scene, columns: int, rows: int) -> tuple[list[npt.NDArray[np.uint
         for column in range(columns):
             x, y = column * TILE_SIZE, row * TILE_SIZE
             tiles.append(pixels[y : y + TILE_SIZE, x : x + TILE_SIZE])
-            labels.append(_labels(scene, tables, (x, y), scale, offset))
+            labels.append(_labels(scene, tables, (x, y), scale, offset, whole=columns == rows == 1))
     return tiles, labels
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """Per owner (0 is the ground): class, colour, box in view pixels, and the texts' character edges if legible."""
+    """Per owner (0 is the ground): class, colour, box in view pixels and in 999ths of the picture (-1: none).
+
+    And the texts' character edges if legible.
+    """
 
     classes: npt.NDArray[np.uint8]
     colours: npt.NDArray[np.uint8]
     boxes: npt.NDArray[np.float64]
+    answers: npt.NDArray[np.int16]
     edges: list[tuple[int, npt.NDArray[np.float64], str]]
 
 
@@ -72,20 +81,25 @@ def _tables(scene: Scene, scale: tuple[float, float], offset: tuple[int, int]) -
     colours = [COLOUR_OF[f"{scene.ground} ground"]]
     colours += [IGNORED if thing.colour is None else COLOUR_OF[thing.colour] for thing in scene.things]
     colours += [COLOUR_OF[found.colour] for found in scene.prints]
-    boxes = np.array(
-        [(0, 0, 0, 0), *(found.box for found in scene.things), *(found.box for found in scene.prints)], dtype=np.float64
-    )
-    boxes = boxes * (scale * 2) + offset * 2
+    drawn = [*(found.box for found in scene.things), *(found.box for found in scene.prints)]
+    boxes = np.array([(0, 0, 0, 0), *drawn], dtype=np.float64) * (scale * 2) + offset * 2
+    answers = np.array([[-1] * 4, *(scaled_box(box, scene.size) for box in drawn)], dtype=np.int16)
     edges = [
         (len(scene.things) + index + 1, np.array(found.edges), found.text)
         for index, found in enumerate(scene.prints)
         if found.edges is not None and (found.box[3] - found.box[1]) * scale[1] > 8
     ]
-    return _Tables(np.array(classes, dtype=np.uint8), np.array(colours, dtype=np.uint8), boxes, edges)
+    return _Tables(np.array(classes, dtype=np.uint8), np.array(colours, dtype=np.uint8), boxes, answers, edges)
 
 
 def _labels(
-    scene: Scene, tables: _Tables, corner: tuple[int, int], scale: tuple[float, float], offset: tuple[int, int]
+    scene: Scene,
+    tables: _Tables,
+    corner: tuple[int, int],
+    scale: tuple[float, float],
+    offset: tuple[int, int],
+    *,
+    whole: bool,
 ) -> TileLabels:
     x = (_CENTRES + corner[0] - offset[0]) / scale[0]
     y = (_CENTRES + corner[1] - offset[1]) / scale[1]
@@ -110,6 +124,7 @@ def _labels(
         colours.reshape(-1),
         characters.reshape(-1),
         boxes.astype(np.int16).reshape(-1, 4),
+        tables.answers[owners if whole else np.zeros_like(owners)].reshape(-1, 4),
     )
 
 

@@ -1,7 +1,8 @@
 """What training minimises: the answers' tokens, and helper losses on the tower's patches that make it learn fast.
 
-Each of a tile's 729 patches also tells what it shows: class, colour, character, and the box of its thing. The heads
-that answer are thrown away at the end.
+Each of a tile's 729 patches also tells what it shows: class, colour, character, and the box of its thing, in pixels of
+the tile and, where the tile shows the whole picture, digit by digit as an answer spells it: then spelling a box is
+copying, as reading is. The heads that answer are thrown away at the end.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from model.demo.labels import CHARACTERS, CLASSES, COLOURS, IGNORED
 from model.image import TILE_SIZE
 from model.vl2 import DeepseekVL2
 
+DIGIT_WEIGHTS = (0.5, 0.5, 0.05)
+"""Of a number's hundreds, tens and ones: the last is a third of a pixel."""
+
 
 class Helpers(nn.Module):
     """Linear heads on the tower's features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.sizes = (len(CLASSES), len(COLOURS), CHARACTERS, 4)
+        self.sizes = (len(CLASSES), len(COLOURS), CHARACTERS, 4, 4 * 3 * 10)
         self.heads = nn.Linear(width, sum(self.sizes))
         nn.init.normal_(self.heads.weight, std=0.02)
         nn.init.zeros_(self.heads.bias)
 
-    def loss(self, patches: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, patches: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Of patch features [n, 729, width] and the batch's labels, a scalar."""
         used = batch["tile_used"].flatten().bool()[:, None]
         predicted = self.heads(patches).float()
-        classes, colours, characters, boxes = predicted.split(self.sizes, dim=-1)
+        classes, colours, characters, boxes, digits = predicted.split(self.sizes, dim=-1)
         labels = batch["classes"].flatten(0, 1).long()
         owned, empty = (labels > 0) & used, (labels == 0) & used
         each = _cross_entropy(classes, labels)
@@ -45,7 +49,15 @@ class Helpers(nn.Module):
         letters = batch["characters"].flatten(0, 1).long()
         loss = loss + 0.5 * _mean(_cross_entropy(characters, letters), (letters > 0) & used)
         target = batch["boxes"].flatten(0, 1).float() / TILE_SIZE
-        return loss + 4.0 * _mean((boxes - target).abs().mean(-1), owned)
+        loss = loss + 4.0 * _mean((boxes - target).abs().mean(-1), owned)
+        answers = batch["answer_boxes"].flatten(0, 1).long()
+        spelled = torch.stack((answers // 100, answers // 10 % 10, answers % 10), dim=-1)
+        known = (answers[..., :1] >= 0) & used[..., None]
+        each = _cross_entropy(
+            digits.unflatten(-1, (4, 3, 10)).flatten(1, 3), torch.where(known[..., None], spelled, 0).flatten(1)
+        )
+        each = each.view(spelled.shape).mean(2)  # of the four numbers
+        return loss + sum(weight * _mean(each[..., place], known[..., 0]) for place, weight in enumerate(DIGIT_WEIGHTS))
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
@@ -105,4 +117,4 @@ def losses(
     with torch.no_grad():
         counted = targets >= 0
         right = ((scores.argmax(-1) == targets) & counted).sum() / counted.sum().clamp(min=1)
-    return Losses(answers, helpers.loss(patches, batch), output.balance, right)
+    return Losses(answers, helpers(patches, batch), output.balance, right)

@@ -26,7 +26,7 @@ from model.demo.scenes import random_scene
 from model.image import NEWLINE, TILE_FEATURES, image_layout, tile_grid
 from model.tokenizer import ASSISTANT, USER, Tokenizer
 
-WEIGHT, PRINTED_WEIGHT, LAST_DIGIT_WEIGHT = 10, 15, 5  # of an answer's tokens, in tenths
+WEIGHT, PRINTED_WEIGHT, LAST_DIGIT_WEIGHT = 10, 15, 3  # of an answer's tokens, in tenths
 
 
 @dataclass(frozen=True)

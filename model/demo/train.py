@@ -236,6 +236,8 @@ def main() -> None:
     else:
         model = load_initial(arguments.init, ModelConfig.model_validate(config), device)
     helpers = Helpers(model.config.vision.width).to(device)
+    if arguments.compile:
+        helpers.compile(dynamic=False)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     flat = FlatParameters({"model": model, "helpers": helpers}, dtype=dtype, decay=arguments.decay)
     flat.broadcast()
