@@ -40,12 +40,14 @@ class TiledImage:
         columns: local tiles from left to right.
         rows: local tiles from top to bottom.
         digest: sha256 of what the tiles were made from; equal digests mean equal tiles.
+        size: (width, height) of the picture.
     """
 
     tiles: npt.NDArray[np.uint8]
     columns: int
     rows: int
     digest: bytes
+    size: Size
 
     @property
     def num_slots(self) -> int:
@@ -129,7 +131,7 @@ def tile_image(image: Image.Image, candidates: Sequence[Size], *, tiled: bool) -
         _cut(shrinking.result(), tiles[:1])
     if local is None:
         tiles[1:] = tiles[:1]
-    return TiledImage(tiles, columns, rows, digest)
+    return TiledImage(tiles, columns, rows, digest, image.size)
 
 
 def _end_rows(features: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -37,7 +37,7 @@ from model.tokenizer import ASSISTANT, USER, Tokenizer
 
 MAX_TILED_IMAGES = 2
 
-Part = str | Image.Image
+Part = str | Image.Image | TiledImage
 
 
 class PromptError(ValueError):
@@ -46,7 +46,10 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message: who speaks, and texts and RGB pictures in the order they are to be read."""
+    """One message: who speaks, and texts and pictures in the order they are to be read.
+
+    Pictures are RGB, or cut into tiles already, as `is_tiled` of their number in the conversation says.
+    """
 
     role: Literal["system", "user", "assistant"]
     content: tuple[Part, ...]
@@ -78,8 +81,13 @@ class Prompt:
         return len(self.token_ids) - self.num_image_tokens
 
 
+def is_tiled(num_images: int) -> bool:
+    """Whether the pictures of a conversation, of which there are so many, may be cut into several tiles each."""
+    return num_images <= MAX_TILED_IMAGES
+
+
 def build_chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
-    """Lays out a conversation and cuts its pictures into tiles.
+    """Lays out a conversation and cuts those of its pictures into tiles that are not yet.
 
     Raises:
         PromptError: there is no user or assistant message, a system message is not the first, a role is unknown, or a
@@ -87,8 +95,8 @@ def build_chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer, config:
         ValueError: a picture is not RGB.
     """
     _check(messages)
-    num_images = sum(isinstance(part, Image.Image) for message in messages for part in message.content)
-    layout = _Layout(tokenizer, config, tiled=num_images <= MAX_TILED_IMAGES)
+    num_images = sum(not isinstance(part, str) for message in messages for part in message.content)
+    layout = _Layout(tokenizer, config, tiled=is_tiled(num_images))
     for message in messages:
         parts = _strip(_join_texts(message.content))
         if message.role == "user":
@@ -120,8 +128,10 @@ class _Layout:
     def add_text(self, text: str) -> None:
         self.token_ids += self._tokenizer.encode(text)
 
-    def add_image(self, image: Image.Image) -> None:
-        span = ImageSpan(len(self.token_ids), tile_image(image, self._candidates, tiled=self._tiled))
+    def add_image(self, image: Image.Image | TiledImage) -> None:
+        if isinstance(image, Image.Image):
+            image = tile_image(image, self._candidates, tiled=self._tiled)
+        span = ImageSpan(len(self.token_ids), image)
         self.images.append(span)
         self.token_ids += [self._tokenizer.image_token_id] * span.image.num_slots
 
@@ -146,7 +156,7 @@ def _check(messages: Sequence[Message]) -> None:
             raise PromptError(f"message {index} has the unknown role {message.role!r}; known: system, user, assistant")
         if message.role == "system" and index > 0:
             raise PromptError(f"message {index} is a system message; only the first message may be one")
-        if message.role != "user" and any(isinstance(part, Image.Image) for part in message.content):
+        if message.role != "user" and any(not isinstance(part, str) for part in message.content):
             raise PromptError(f"message {index} has a picture, but its role is {message.role}; only user messages may")
 
 
@@ -178,7 +188,7 @@ def _separate_images(parts: list[Part]) -> list[Part]:
     previous: Part | None = None
     for part in parts:
         spaced = isinstance(part, str) and part[0].isspace()
-        if isinstance(previous, Image.Image) and not spaced:
+        if previous is not None and not isinstance(previous, str) and not spaced:
             separated.append("\n")
         separated.append(part)
         previous = part

@@ -79,14 +79,13 @@ class MediaError(ValueError):
     """The image cannot be used. The message names the cause and is meant for whoever sent it."""
 
 
-def image_from_url(url: str, *, max_bytes: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """The picture in an image URL: a data URL of any form, or bare base64 without ``data:``.
+def file_in_url(url: str, *, max_bytes: int) -> bytes:
+    """The image file in an image URL: a data URL of any form, or bare base64 without ``data:``.
 
     Nothing is fetched and no file is opened; `server/fetch.py` does that for URLs of other forms.
 
     Raises:
-        MediaError: the URL is malformed (naming the part), not a data URL, larger than ``max_bytes`` when decoded, or
-            its content is refused by `decode_image`.
+        MediaError: the URL is malformed (naming the part), not a data URL, or larger than ``max_bytes`` when decoded.
     """
     url = url.strip()
     scheme = _SCHEME.match(url)
@@ -100,7 +99,7 @@ def image_from_url(url: str, *, max_bytes: int, max_pixels: int = DEFAULT_MAX_PI
         )
     if len(data) > max_bytes:
         raise MediaError(f"the image has {len(data)} bytes, more than the limit of {max_bytes}")
-    return decode_image(data, max_pixels=max_pixels)
+    return data
 
 
 def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:

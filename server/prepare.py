@@ -11,21 +11,21 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from PIL import Image
-
 from model.config import ModelConfig
+from model.image import TiledImage
 from model.prompt import Message as PromptMessage
-from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prompt
+from model.prompt import Prompt, PromptError, build_chat_prompt, build_text_prompt, is_tiled
 from model.tokenizer import Tokenizer
 from server.engine.request import Grammar, ImageInput
 from server.engine.structured import GrammarCompiler, GrammarError
 from server.errors import APIError
 from server.fetch import MediaFetcher, is_fetched
 from server.grounding import Grounding, GroundingError, Span, ask_for_boxes, place_spans
-from server.media import MediaError, decode_image, image_from_url
+from server.media import MediaError, file_in_url
+from server.pictures import PictureCache
 from server.protocol import (
     AssistantMessage,
     GroundingRequest,
@@ -82,6 +82,7 @@ class Preparer:
         self._config = config
         self._tokenizer = tokenizer
         self._fetcher = fetcher
+        self._pictures = PictureCache(config.candidate_resolutions, max_pixels=settings.max_image_pixels)
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         language = config.language
         self._compiler = GrammarCompiler(lambda: tokenizer, language.vocab_size, language.eos_token_id)
@@ -100,6 +101,7 @@ class Preparer:
         *,
         field: str = "messages",
         offset: int = 0,
+        cache_salt: str = "",
     ) -> PreparedPrompt:
         """The prompt of a conversation; with `grounding`, one whose answer has boxes.
 
@@ -118,7 +120,7 @@ class Preparer:
             fetched = await self._fetch(_urls(messages, names))
 
         def build() -> PreparedPrompt:
-            conversation = self._translate(messages, names, fetched)
+            conversation = self._translate(messages, names, fetched, tiled=is_tiled(count), cache_salt=cache_salt)
             if grounding is not None:
                 conversation = _ask_for_boxes(conversation, grounding)
             return self._layout(conversation, field)
@@ -131,7 +133,7 @@ class Preparer:
         def build() -> PreparedPrompt:
             try:
                 with current().phase("media"):
-                    image = decode_image(picture, max_pixels=self._settings.max_image_pixels)
+                    image = self._pictures.load(picture, tiled=is_tiled(1))
             except MediaError as error:
                 raise _invalid_image("image", error) from error
             return self._layout([PromptMessage("user", (image, text))], "prompt")
@@ -213,36 +215,38 @@ class Preparer:
 
     @timed("media")
     def _translate(
-        self, messages: Sequence[Message], names: Sequence[str], fetched: dict[str, bytes]
+        self,
+        messages: Sequence[Message],
+        names: Sequence[str],
+        fetched: dict[str, bytes],
+        *,
+        tiled: bool,
+        cache_salt: str,
     ) -> list[PromptMessage]:
-        """Messages with their pictures decoded."""
+        """Messages with their pictures in tiles."""
         limit = MAX_PIXELS_FACTOR * self._settings.max_image_pixels
         pixels = 0
         translated = []
         for name, message in zip(names, messages, strict=True):
-            parts: list[str | Image.Image] = []
+            parts: list[str | TiledImage] = []
             for index, part in enumerate(message.content):
                 if isinstance(part, TextPart):
                     parts.append(part.text)
                     continue
                 param = _name_of_image(name, index)
-                image = self._decode(part.image_url.url, fetched.get(param), param)
-                pixels += image.width * image.height
+                try:
+                    file = fetched.get(param)
+                    if file is None:
+                        file = file_in_url(part.image_url.url, max_bytes=self._settings.max_body_bytes)
+                    image = self._pictures.load(file, tiled=tiled, salt=cache_salt)
+                except MediaError as error:
+                    raise _invalid_image(param, error) from error
+                pixels += image.size[0] * image.size[1]
                 if pixels > limit:
                     raise _invalid_image(param, f"the images of this request have more than {limit} pixels together")
                 parts.append(image)
             translated.append(PromptMessage(_role(message), tuple(parts)))
         return translated
-
-    def _decode(self, url: str, file: bytes | None, param: str) -> Image.Image:
-        """The picture in a file that was fetched, or in the URL itself."""
-        max_pixels = self._settings.max_image_pixels
-        try:
-            if file is not None:
-                return decode_image(file, max_pixels=max_pixels)
-            return image_from_url(url, max_bytes=self._settings.max_body_bytes, max_pixels=max_pixels)
-        except MediaError as error:
-            raise _invalid_image(param, error) from error
 
     @timed("tokenize")
     def _layout(self, messages: Sequence[PromptMessage], field: str) -> PreparedPrompt:
@@ -250,8 +254,7 @@ class Preparer:
             prompt = build_chat_prompt(messages, self._tokenizer, self._config)
         except PromptError as error:
             raise APIError(400, str(error), param=field, code="invalid_value") from error
-        pictures = [part for message in messages for part in message.content if not isinstance(part, str)]
-        return replace(_pack(prompt), image_sizes=tuple(picture.size for picture in pictures))
+        return _pack(prompt)
 
 
 def _name_of_image(message: str, part: int) -> str:
@@ -331,7 +334,12 @@ def _pack(prompt: Prompt) -> PreparedPrompt:
         )
         for span in prompt.images
     ]
-    return PreparedPrompt(prompt.token_ids, images, tuple(span.image.num_slots for span in prompt.images))
+    return PreparedPrompt(
+        prompt.token_ids,
+        images,
+        image_slots=tuple(span.image.num_slots for span in prompt.images),
+        image_sizes=tuple(span.image.size for span in prompt.images),
+    )
 
 
 def answer_room(

@@ -40,7 +40,9 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     service.check_ready()
-    prompt = await until_disconnect(request, service.preparer.chat(body.messages, body.grounding))
+    prompt = await until_disconnect(
+        request, service.preparer.chat(body.messages, body.grounding, cache_salt=body.cache_salt or "")
+    )
     body = body.model_copy(update={"messages": []})  # megabytes of pictures that the answer has no use for
     max_tokens = answer_room(
         prompt,

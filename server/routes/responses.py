@@ -42,7 +42,13 @@ async def responses(request: Request) -> HTTPResponse:
     service.check_model(body.model)
     service.check_ready()
     messages = body.messages
-    work = service.preparer.chat(messages, body.grounding, field="input", offset=len(messages) - len(body.input))
+    work = service.preparer.chat(
+        messages,
+        body.grounding,
+        field="input",
+        offset=len(messages) - len(body.input),
+        cache_salt=body.cache_salt or "",
+    )
     prompt = await until_disconnect(request, work)
     form_of_answer = service.preparer.grammar(
         body.response_format, body.structured_outputs, schema_field="text.format.schema"
