@@ -1,5 +1,8 @@
 """CUDA graphs of decode steps, one for each of a few batch sizes; a step is padded up to the next of them.
 
+A row is a token: that of a decoding sequence, or one of a short piece of a prompt, whose tokens are rows beside each
+other.
+
 A graph replays the whole forward pass of a step in one launch, so that the device never waits for Python. It
 reads its inputs from one buffer; padding rows have no cached tokens and write their cache row into a page that
 belongs to no sequence. The buffer lies twice: on the device, and in pinned host memory, whence one copy a step goes:
@@ -116,7 +119,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits, float32 [len(chunks), vocab_size], of a decode chunk each; good until the next call."""
+        """Logits, float32 [len(chunks), vocab_size], of chunks of one token each; good until the next call."""
         size = min(size for size in self._captured if size >= len(chunks))
         staging = self._staging[0]
         self._staging.reverse()
@@ -139,7 +142,7 @@ class DecodeGraphs:
         requests = [chunk.request for chunk in chunks]
         starts = np.array([chunk.start for chunk in chunks])
         pages = np.array([chunk.request.pages[chunk.start // PAGE_SIZE] for chunk in chunks])
-        staging.token_ids[:count] = [request.token_ids[-1] for request in requests]
+        staging.token_ids[:count] = [chunk.request.token_ids[chunk.start] for chunk in chunks]
         staging.sources[:count] = [r.row if r.num_pending else most + row for row, r in enumerate(requests)]
         staging.positions[:count] = starts
         staging.slots[:count] = pages * PAGE_SIZE + starts % PAGE_SIZE

@@ -175,8 +175,12 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
-        if self.graphs is not None and plan.decodes and not plan.prefills:
-            logits = self.graphs.run(plan.decodes)
+        rows = self._graph_rows(plan)
+        if self.graphs is not None and rows:
+            logits = self.graphs.run(rows)
+            if plan.prefills:
+                wanted = [row for row, chunk in enumerate(rows) if chunk.samples]
+                logits = logits[upload([np.array(wanted, dtype=np.int64)], self.device)[0]]
         elif plan.chunks:
             logits = self.model(self._batch(plan), self.kv_cache)
         else:
@@ -184,6 +188,25 @@ class Runner:
         sampled = self.sampler.sample(logits, sampling)
         self.last_tokens[: len(sampled.token_ids)].copy_(sampled.token_ids)
         return StepOutput(sampled, logits)
+
+    def _graph_rows(self, plan: StepPlan) -> list[Chunk]:
+        """The step's tokens as chunks of one each, if a graph has so many rows and none shows a picture; else none.
+
+        Launched kernel by kernel, a step takes the host longer than the device has work with a few tokens.
+        """
+        if sum(chunk.end - chunk.start for chunk in plan.chunks) > self.config.max_num_seqs:
+            return []
+        if any(
+            image.start < chunk.end and chunk.start < image.end
+            for chunk in plan.prefills
+            for image in chunk.request.images
+        ):
+            return []
+        return plan.decodes + [
+            Chunk(chunk.request, place, place + 1, samples=chunk.samples and place + 1 == chunk.end)
+            for chunk in plan.prefills
+            for place in range(chunk.start, chunk.end)
+        ]
 
     def _batch(self, plan: StepPlan) -> Batch:
         image_rows: list[int] = []
