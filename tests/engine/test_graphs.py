@@ -39,13 +39,19 @@ class FakeEvent:
 class Watched(DecodeGraphs):
     """Graphs that remember what they would have read."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        model = SimpleNamespace(config=SimpleNamespace(language=SimpleNamespace(vocab_size=7)))
+    def __init__(self, max_rows: int) -> None:
+        language = SimpleNamespace(embed_tokens=SimpleNamespace(weight=torch.zeros(1, 3)), embed=self._remember)
+        model = SimpleNamespace(config=SimpleNamespace(language=SimpleNamespace(vocab_size=7)), language=language)
         cache = [torch.zeros(SPARE_PAGE + 1, 1)]
-        super().__init__(cast(DeepseekVL2, model), cache, max_num_seqs=max_num_seqs, max_pages=MAX_PAGES)
+        super().__init__(cast(DeepseekVL2, model), cache, max_rows=max_rows, max_pages=MAX_PAGES)
         self.seen: Batch | None = None
-        for size in graph_sizes(max_num_seqs):
+        self.embedded = torch.empty(0, dtype=torch.int64)
+        for size in graph_sizes(max_rows):
             self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self._logits[:size]))
+
+    def _remember(self, token_ids: Tensor, image_rows: Tensor | None, image_embeds: Tensor | None) -> Tensor:
+        self.embedded = token_ids
+        return torch.zeros(len(token_ids), 3)
 
 
 class Eager(DecodeGraphs):
@@ -53,19 +59,21 @@ class Eager(DecodeGraphs):
 
     def __init__(self, runner: Runner) -> None:
         pages = -(-runner.info.max_model_len // PAGE_SIZE)
-        most = runner.config.max_num_seqs
-        super().__init__(runner.model, runner.kv_cache, max_num_seqs=most, max_pages=pages)
+        most = 128
+        super().__init__(runner.model, runner.kv_cache, max_rows=most, max_pages=pages)
         self.rows: list[int] = []
         for size in graph_sizes(most):
             replay = SimpleNamespace(replay=partial(self._replay, size))
             self._captured[size] = cast(Any, SimpleNamespace(graph=replay, logits=self._logits[:size]))
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], image_rows: Tensor | None = None, image_embeds: Tensor | None = None
+    ) -> Tensor:
         self.rows.append(len(chunks))
-        return super().run(chunks)
+        return super().run(chunks, image_rows, image_embeds)
 
     def _replay(self, size: int) -> None:
-        self._model(self._batch(size), self._kv_cache, self._logits[:size])
+        self._model(self._batch(size), self._kv_cache, self._logits[:size], self._hidden_states[:size])
 
 
 class Replay:
@@ -91,7 +99,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def graphs(without_cuda: None) -> Watched:
-    return Watched(max_num_seqs=11)
+    return Watched(max_rows=11)
 
 
 def decoding(number: int, length: int, pages: list[int]) -> Request:
@@ -119,22 +127,23 @@ def check(graphs: Watched, requests: list[Request], tokens: list[int]) -> None:
     )
     assert expected.decode is not None
     count = len(chunks)
-    for name in ("token_ids", "positions", "slots", "logits_rows"):
+    assert torch.equal(graphs.embedded, expected.token_ids)
+    for name in ("positions", "slots", "logits_rows"):
         assert torch.equal(getattr(graphs.seen, name)[:count], getattr(expected, name)), name
     seen = graphs.seen.decode
     assert torch.equal(seen.context_lens[:count], expected.decode.context_lens)
     assert seen.block_table.dtype == seen.context_lens.dtype == torch.int32
     for row, request in zip(seen.block_table, requests, strict=False):
         assert row[: len(request.pages)].tolist() == request.pages
-    # Padding: no cached tokens, the spare page's first slot, an id that the table of embeddings has.
-    assert not seen.context_lens[count:].any() and not graphs.seen.token_ids[count:].any()
+    # Padding: no cached tokens, the spare page's first slot.
+    assert not seen.context_lens[count:].any()
     assert (graphs.seen.slots[count:] == SPARE_PAGE * PAGE_SIZE).all()
 
 
 def test_rows_come_grow_move_and_leave(graphs: Watched) -> None:
     a, b, c = decoding(1, 64, [3]), decoding(2, 65, [5, 9]), decoding(3, 130, [1, 2, 4])
     check(graphs, [a, b, c], [163, 264, 429])
-    assert graphs.seen is not None and len(graphs.seen.token_ids) == 4
+    assert graphs.seen is not None and len(graphs.seen.positions) == 4
     a.token_ids.append(77)
     a.pages += [8]
     check(graphs, [a, b, c], [77, 264, 429])
@@ -168,7 +177,7 @@ def test_tokens_of_a_prompt_are_rows_beside_each_other(graphs: Watched) -> None:
     graphs.run([chunk_of(a), *pieces])
     seen = graphs.seen
     assert seen is not None and seen.decode is not None
-    assert seen.token_ids[:9].tolist() == [109, *range(262, 270)]
+    assert graphs.embedded.tolist() == [109, *range(262, 270)]
     assert seen.slots[:9].tolist() == [3 * 64 + 9, 5 * 64 + 62, 5 * 64 + 63, *range(6 * 64, 6 * 64 + 6)]
     assert seen.decode.context_lens[:9].tolist() == [10, *range(63, 71)]
     assert seen.decode.block_table[1:9, :2].tolist() == [[5, 6]] * 8
@@ -178,17 +187,19 @@ def test_tokens_of_a_prompt_are_rows_beside_each_other(graphs: Watched) -> None:
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_the_engine_answers_the_same_through_graphs(without_cuda: None, variant: str, runs_ahead: bool) -> None:
     """Short prompts, pieces of long ones, decodes, and second questions, whose picture is in the cache."""
-    engine = Engine(engine_config(variant, max_num_seqs=100, prefill_chunk_tokens=200))
+    engine = Engine(engine_config(variant, max_num_seqs=8, prefill_chunk_tokens=200))
     graphs = engine.runner.graphs = Eager(engine.runner)
     engine.runner.last_tokens = graphs.last_tokens
     engine.runner.runs_ahead = runs_ahead
     names = ("text_short", "image_rgba", "system_prompt", "multi_turn")
     for _ in range(2):
-        graphs.rows = []
         events = run_all(engine, [case_request(variant, name, max_tokens=8) for name in names])
         assert {name: tokens_of(events[name]) for name in names} == {n: greedy_tokens(variant, n)[:8] for n in names}
-    assert max(graphs.rows) > len(names)  # more rows than sequences: of prompts
-    assert events["image_rgba"][0].cached_tokens
+    graphs.rows = []
+    events = run_all(engine, [case_request(variant, "image_rgba", max_tokens=4)])
+    assert tokens_of(events["image_rgba"]) == greedy_tokens(variant, "image_rgba")[:4]
+    rest = 422 - (events["image_rgba"][0].cached_tokens or 0)
+    assert 64 > rest > 0 and max(graphs.rows) > rest / 2  # the rest of the prompt, and with it of the picture
     assert engine.stats().failed_requests == 0
 
 
