@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_TOKENS = 16384
 SHORT_PROMPT_ROWS = 128
-"""Rows of the largest graph at least: what a page-wise hit leaves of a question about a known picture, and a few more."""
+"""Rows of the largest graph at least: what a page-wise hit leaves of a question about a known picture, and more."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,7 @@ class Runner:
         sampling = self.sampler.prepare(plan.sampled)
         rows = self._graph_rows(plan)
         if self.graphs is not None and rows:
-            image_rows, embeds = self._pictured_rows(plan)
-            wanted = [row for row, chunk in enumerate(rows) if chunk.samples]
-            pictured, sampled_rows = upload([np.array(image_rows, np.int64), np.array(wanted, np.int64)], self.device)
-            logits = self.graphs.run(rows, pictured if embeds else None, torch.cat(embeds) if embeds else None)
-            if len(wanted) < len(rows):
-                logits = logits[sampled_rows]
+            logits = self._run_graph(self.graphs, plan, rows)
         elif plan.chunks:
             logits = self.model(self._batch(plan), self.kv_cache)
         else:
@@ -193,6 +188,16 @@ class Runner:
         sampled = self.sampler.sample(logits, sampling)
         self.last_tokens[: len(sampled.token_ids)].copy_(sampled.token_ids)
         return StepOutput(sampled, logits)
+
+    def _run_graph(self, graphs: DecodeGraphs, plan: StepPlan, rows: list[Chunk]) -> Tensor:
+        """Logits of those of a step's `_graph_rows` that sample."""
+        if not plan.prefills:
+            return graphs.run(rows)
+        image_rows, embeds = self._pictured_rows(plan)
+        wanted = [row for row, chunk in enumerate(rows) if chunk.samples]
+        pictured, sampled = upload([np.array(image_rows, np.int64), np.array(wanted, np.int64)], self.device)
+        logits = graphs.run(rows, pictured, torch.cat(embeds)) if embeds else graphs.run(rows)
+        return logits[sampled]
 
     def _graph_rows(self, plan: StepPlan) -> list[Chunk]:
         """The step's tokens as chunks of one each, if a graph has so many rows; else none.
