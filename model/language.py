@@ -57,15 +57,23 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, image_rows: Tensor | None, image_embeds: Tensor | None) -> Tensor:
+        """[T, hidden_size]: the tokens' embeddings, or a picture's features where it stands; see `Batch`."""
+        hidden_states: Tensor = self.embed_tokens(token_ids)
+        if image_rows is not None and image_embeds is not None:
+            hidden_states = hidden_states.index_copy(0, image_rows, image_embeds)
+        return hidden_states
+
+    def forward(
+        self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None, hidden_states: Tensor | None = None
+    ) -> Tensor:
         """Logits, float32 [R, vocab_size], of the batch's `logits_rows`; writes the step's rows into `kv_cache`.
 
         kv_cache: one tensor a layer, [pages, PAGE_SIZE, kv_row_size], in the model's dtype. `out` takes the logits, if
-        given.
+        given. hidden_states: what `embed` makes of the batch, if that is done.
         """
-        hidden_states = self.embed_tokens(batch.token_ids)
-        if batch.image_rows is not None and batch.image_embeds is not None:
-            hidden_states = hidden_states.index_copy(0, batch.image_rows, batch.image_embeds)
+        if hidden_states is None:
+            hidden_states = self.embed(batch.token_ids, batch.image_rows, batch.image_embeds)
         rotary = self.rotary(batch.positions)
         residual = None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):

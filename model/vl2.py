@@ -58,7 +58,9 @@ class DeepseekVL2(nn.Module):
         # The layout's -1 (newline) and -2 (separator) follow the features in the table.
         return table[torch.where(layout < 0, len(flat) - 1 - layout, layout)]
 
-    def forward(self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None, hidden_states: Tensor | None = None
+    ) -> Tensor:
         """Logits, float32 [R, vocab_size]; see LanguageModel.forward."""
-        logits: Tensor = self.language(batch, kv_cache, out)
+        logits: Tensor = self.language(batch, kv_cache, out, hidden_states)
         return logits

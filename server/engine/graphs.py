@@ -1,5 +1,9 @@
 """CUDA graphs of decode steps, one for each of a few batch sizes; a step is padded up to the next of them.
 
+A row is a token: that of a decoding sequence, or one of a short piece of a prompt, whose tokens are rows beside each
+other. What stands in the row, a token's embedding or a picture's features, is put together before the replay, in three
+or four launches.
+
 A graph replays the whole forward pass of a step in one launch, so that the device never waits for Python. It
 reads its inputs from one buffer; padding rows have no cached tokens and write their cache row into a page that
 belongs to no sequence. The buffer lies twice: on the device, and in pinned host memory, whence one copy a step goes:
@@ -12,7 +16,8 @@ belongs to no sequence. The buffer lies twice: on the device, and in pinned host
     lengths       int32 [most]
     block table   int32 [most, max_pages]  copied only when a sequence got a page or rows changed hands
 
-The graphs share one pool of memory, since only one runs at a time, and one tensor for the logits.
+The graphs share one pool of memory, since only one runs at a time, one tensor for what stands in the rows, and one for
+the logits.
 """
 
 from __future__ import annotations
@@ -81,30 +86,33 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs for up to `max_num_seqs` sequences of up to `max_pages` pages, over `kv_cache`; `capture` makes them.
+    """Graphs for up to `max_rows` rows of sequences of up to `max_pages` pages, over `kv_cache`; `capture` makes them.
 
     The cache's last page must belong to no sequence.
     """
 
-    def __init__(self, model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_num_seqs: int, max_pages: int) -> None:
+    def __init__(self, model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_rows: int, max_pages: int) -> None:
         self._model = model
+        self.max_rows = max_rows
         self._kv_cache = kv_cache
         self._spare_slot = (len(kv_cache[0]) - 1) * PAGE_SIZE
         device = kv_cache[0].device
-        self._inputs = _Inputs(-(-max_num_seqs // 4) * 4, max_pages, device)
+        self._inputs = _Inputs(-(-max_rows // 4) * 4, max_pages, device)
         # Two, in turn: one may still be on its way to the device while the next step is laid out.
         self._staging = [_Staging(self._inputs) for _ in range(2)]
         self._table = np.zeros((self._inputs.most, max_pages), dtype=np.int32)
         # Of each row of the table: whose pages stand there (a list that only grows, while it is a request's), how many.
         self._pages: list[list[int]] = [[] for _ in range(self._inputs.most)]
         self._num_pages = [0] * self._inputs.most
-        self._logits = torch.empty(max_num_seqs, model.config.language.vocab_size, device=device)
+        embedding = model.language.embed_tokens.weight
+        self._hidden_states = torch.zeros(max_rows, embedding.shape[1], dtype=embedding.dtype, device=device)
+        self._logits = torch.empty(max_rows, model.config.language.vocab_size, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
 
     @property
     def last_tokens(self) -> Tensor:
-        """int64 [at least max_num_seqs]: where the runner leaves the tokens of every step for the next."""
+        """int64 [at least max_rows]: where the runner leaves the tokens of every step for the next."""
         return self._inputs.last_tokens
 
     def capture(self, sizes: Sequence[int], *, progress: bool = False) -> None:
@@ -115,8 +123,13 @@ class DecodeGraphs:
             self._captured[size] = self._capture(size)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits, float32 [len(chunks), vocab_size], of a decode chunk each; good until the next call."""
+    def run(
+        self, chunks: Sequence[Chunk], image_rows: Tensor | None = None, image_embeds: Tensor | None = None
+    ) -> Tensor:
+        """Logits, float32 [len(chunks), vocab_size], of chunks of one token each; good until the next call.
+
+        image_rows, image_embeds: as in `Batch`.
+        """
         size = min(size for size in self._captured if size >= len(chunks))
         staging = self._staging[0]
         self._staging.reverse()
@@ -129,6 +142,8 @@ class DecodeGraphs:
         first = self._inputs.first_staged
         self._inputs.words[first:end].copy_(staging.memory[: end - first], non_blocking=True)
         staging.copied.record()
+        token_ids = self._inputs.tokens[self._inputs.sources[: len(chunks)]]
+        self._hidden_states[: len(chunks)] = self._model.language.embed(token_ids, image_rows, image_embeds)
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[: len(chunks)]
@@ -139,7 +154,7 @@ class DecodeGraphs:
         requests = [chunk.request for chunk in chunks]
         starts = np.array([chunk.start for chunk in chunks])
         pages = np.array([chunk.request.pages[chunk.start // PAGE_SIZE] for chunk in chunks])
-        staging.token_ids[:count] = [request.token_ids[-1] for request in requests]
+        staging.token_ids[:count] = [chunk.request.token_ids[chunk.start] for chunk in chunks]
         staging.sources[:count] = [r.row if r.num_pending else most + row for row, r in enumerate(requests)]
         staging.positions[:count] = starts
         staging.slots[:count] = pages * PAGE_SIZE + starts % PAGE_SIZE
@@ -163,7 +178,7 @@ class DecodeGraphs:
         """The graph's view of the input buffer."""
         inputs = self._inputs
         return Batch(
-            token_ids=inputs.tokens[inputs.sources[:size]],
+            token_ids=inputs.tokens[:0],  # the rows are embedded already
             positions=inputs.positions[:size],
             slots=inputs.slots[:size],
             decode=DecodeRows(block_table=inputs.table[:size], context_lens=inputs.lengths[:size]),
@@ -176,24 +191,25 @@ class DecodeGraphs:
         self._inputs.words.zero_()
         self._inputs.slots.fill_(self._spare_slot)
         logits = self._logits[:size]
-        self._model(self._batch(size), self._kv_cache, logits)  # compiles what is not compiled yet
+        hidden_states = self._hidden_states[:size]
+        self._model(self._batch(size), self._kv_cache, logits, hidden_states)  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             batch = self._batch(size)
-            self._model(batch, self._kv_cache, logits)
+            self._model(batch, self._kv_cache, logits, hidden_states)
         return _Captured(graph, batch, logits)
 
 
-def measure_graphs(model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_num_seqs: int, max_pages: int) -> int:
+def measure_graphs(model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_rows: int, max_pages: int) -> int:
     """Bytes of device memory that the graphs of all sizes take.
 
     Two are captured: the largest, whose pool holds all of them, and the next, which shows what each further one takes
     beside it (its nodes, in the driver's memory).
     """
-    sizes = graph_sizes(max_num_seqs)
+    sizes = graph_sizes(max_rows)
     free = [_free_memory()]
-    graphs = DecodeGraphs(model, kv_cache, max_num_seqs=max_num_seqs, max_pages=max_pages)
+    graphs = DecodeGraphs(model, kv_cache, max_rows=max_rows, max_pages=max_pages)
     for size in sizes[:-3:-1]:
         graphs.capture([size])
         free.append(_free_memory())

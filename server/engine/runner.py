@@ -39,6 +39,8 @@ from server.engine.vision_graphs import VisionGraphs
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_TOKENS = 16384
+SHORT_PROMPT_ROWS = 128
+"""Rows of the largest graph at least: what a page-wise hit leaves of a question about a known picture, and more."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Runner:
             self.model.make_batch_invariant()
         self.runs_ahead = self.device.type == "cuda"  # the CPU would gain nothing, and waste a row at every eos
         self.graphs: DecodeGraphs | None = None
+        self._most_graph_rows = max(config.max_num_seqs, SHORT_PROMPT_ROWS)
         self.vision_graphs: VisionGraphs | None = None
 
         positions = language.max_position_embeddings
@@ -175,8 +178,9 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
-        if self.graphs is not None and plan.decodes and not plan.prefills:
-            logits = self.graphs.run(plan.decodes)
+        rows = self._graph_rows(plan)
+        if self.graphs is not None and rows:
+            logits = self._run_graph(self.graphs, plan, rows)
         elif plan.chunks:
             logits = self.model(self._batch(plan), self.kv_cache)
         else:
@@ -185,17 +189,48 @@ class Runner:
         self.last_tokens[: len(sampled.token_ids)].copy_(sampled.token_ids)
         return StepOutput(sampled, logits)
 
-    def _batch(self, plan: StepPlan) -> Batch:
+    def _run_graph(self, graphs: DecodeGraphs, plan: StepPlan, rows: list[Chunk]) -> Tensor:
+        """Logits of those of a step's `_graph_rows` that sample."""
+        if not plan.prefills:
+            return graphs.run(rows)
+        image_rows, embeds = self._pictured_rows(plan)
+        wanted = [row for row, chunk in enumerate(rows) if chunk.samples]
+        pictured, sampled = upload([np.array(image_rows, np.int64), np.array(wanted, np.int64)], self.device)
+        logits = graphs.run(rows, pictured, torch.cat(embeds)) if embeds else graphs.run(rows)
+        return logits[sampled]
+
+    def _graph_rows(self, plan: StepPlan) -> list[Chunk]:
+        """The step's tokens as chunks of one each, if a graph has so many rows; else none.
+
+        Launched kernel by kernel, a step with a few tokens takes the host longer than the device.
+        """
+        if self.graphs is None or sum(chunk.end - chunk.start for chunk in plan.chunks) > self.graphs.max_rows:
+            return []
+        return plan.decodes + [
+            Chunk(chunk.request, place, place + 1, samples=chunk.samples and place + 1 == chunk.end)
+            for chunk in plan.prefills
+            for place in range(chunk.start, chunk.end)
+        ]
+
+    def _pictured_rows(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:
+        """The rows of a step that show a picture, and the features that stand there, in parts."""
         image_rows: list[int] = []
         embeds: list[Tensor] = []
         row = len(plan.decodes)
-        logits_rows = list(range(row))
         for chunk in plan.prefills:
             for image in chunk.request.images:
                 first, last = max(image.start, chunk.start), min(image.end, chunk.end)
                 if first < last:
                     image_rows.extend(range(row + first - chunk.start, row + last - chunk.start))
                     embeds.append(self._slots(image.key)[first - image.start : last - image.start])
+            row += chunk.end - chunk.start
+        return image_rows, embeds
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        image_rows, embeds = self._pictured_rows(plan)
+        row = len(plan.decodes)
+        logits_rows = list(range(row))
+        for chunk in plan.prefills:
             row += chunk.end - chunk.start
             if chunk.samples:
                 logits_rows.append(row - 1)
@@ -271,7 +306,7 @@ class Runner:
             graph_bytes = measure_graphs(
                 self.model,
                 self.kv_cache,
-                max_num_seqs=self.config.max_num_seqs,
+                max_rows=self._most_graph_rows,
                 max_pages=_pages_for(max_model_len),
             )
         self.kv_cache = []
@@ -280,11 +315,11 @@ class Runner:
 
     def _capture_graphs(self, max_model_len: int) -> None:
         before, _ = torch.cuda.mem_get_info(self.device)
-        sizes = graph_sizes(self.config.max_num_seqs)
+        sizes = graph_sizes(self._most_graph_rows)
         self.graphs = DecodeGraphs(
             self.model,
             self.kv_cache,
-            max_num_seqs=self.config.max_num_seqs,
+            max_rows=self._most_graph_rows,
             max_pages=_pages_for(max_model_len),
         )
         self.graphs.capture(sizes, progress=True)
