@@ -359,6 +359,8 @@ def serve(config: EngineConfig, address: str) -> int:
         except Exception:
             logger.critical("the engine cannot go on", exc_info=True)
             return FATAL_EXIT_CODE
+        finally:
+            gc.unfreeze()  # or extension modules complain at the end of what nobody collected
         return 0
     finally:
         # A client that is gone must not keep the process: what is unsent after a second is dropped.
