@@ -43,7 +43,7 @@ POINTERS = {
     "expert_ids": "*i64",
     "order": "*i32",
     "starts": "*i32",
-    "latents": "tensordesc<bf16[64, 512]>",
+    "latents": f"tensordesc<bf16[{mla_decode.HALF.tokens}, 512]>",
     "cu_query_lens": "*i32",
     "cu_key_lens": "*i32",
     "accumulators": "*fp32",
