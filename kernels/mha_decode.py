@@ -36,11 +36,14 @@ def mha_decode(
 ) -> Tensor:
     """[B, heads, dim] in query's dtype; shapes as in this file's head.
 
-    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so.
+    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so. Raises
+    ValueError for shapes that CUDA cannot serve so.
     """
     rows = (query, kv_cache, block_table, context_lens)
     if use_triton(query) and query.shape[2] & (query.shape[2] - 1) == 0 and query.stride(2) == 1:
         return mha_decode_triton(*rows, scale=scale, whole=batch_invariant)
+    if batch_invariant and query.is_cuda:
+        raise ValueError(f"no batch-invariant attention for queries of {tuple(query.shape)} on this device")
     return (mha_decode_blocks if query.device.type == "cpu" else mha_decode_reference)(*rows, scale=scale)
 
 

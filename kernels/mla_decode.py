@@ -60,11 +60,14 @@ def mla_decode(
 ) -> Tensor:
     """[B, heads, rank] in the query's dtype; shapes as in this file's head.
 
-    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so.
+    `batch_invariant`: a row is the same to the bit whatever the other rows; a CPU always computes it so. Raises
+    ValueError for shapes that CUDA cannot serve so.
     """
     rows = (query_latent, query_rope, kv_cache, block_table, context_lens)
     if use_triton(query_latent) and _fits_triton(query_latent, query_rope):
         return mla_decode_triton(*rows, scale=scale, whole=batch_invariant)
+    if batch_invariant and query_latent.is_cuda:
+        raise ValueError(f"no batch-invariant attention for latents of {tuple(query_latent.shape)} on this device")
     return (mla_decode_blocks if query_latent.device.type == "cpu" else mla_decode_reference)(*rows, scale=scale)
 
 

@@ -60,7 +60,7 @@ def route(
             num_shared=num_shared,
             batch_invariant=batch_invariant,
         )
-    logits = linear(hidden.float(), weight)
+    logits = linear(hidden.float(), weight, batch_invariant=batch_invariant)
     scores = logits.softmax(-1) if scoring == "softmax" else whole_vectors(torch.sigmoid, logits)
     if method == "greedy":
         chosen = scores.topk(topk, dim=-1, sorted=False).indices

@@ -5,7 +5,7 @@ sequence after the other. A sequence's cached tokens lie in pages of PAGE_SIZE t
 `block_table` lists its pages in order, so that token i lies in page `block_table[i // PAGE_SIZE]`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,18 +143,6 @@ def build_batch(
         image_rows=images if image_rows else None,
         image_embeds=image_embeds,
     )
-
-
-def one_by_one(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The same tokens as chunks of one each, which may stand among a batch's decodes.
-
-    So that a token takes the same path whether it is computed in a prompt, in a piece of one, or as an answer's.
-    """
-    return [
-        Chunk(chunk.token_ids[offset : offset + 1], chunk.start + offset, chunk.pages)
-        for chunk in chunks
-        for offset in range(len(chunk.token_ids))
-    ]
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -35,7 +35,7 @@ class DeepseekVL2(nn.Module):
     def make_batch_invariant(self) -> None:
         """From now on a decode row's numbers do not depend on the others on CUDA either, at some cost.
 
-        Nor do those of a prompt's tokens if they are laid out as decode rows (`model.batch.one_by_one`), and those of a
+        Nor do those of a prompt's tokens if they are laid out as decode rows, and those of a
         tile if it is encoded alone. To be called before the first forward pass.
         """
         for module in self.language.modules():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.lang import has_triton
 from model import batch as model_batch
-from model.batch import PAGE_SIZE, Batch, build_batch, one_by_one, upload
+from model.batch import PAGE_SIZE, Batch, build_batch, upload
 from model.checkpoint import load_model, resolve_model
 from server.engine.graphs import DecodeGraphs, graph_sizes, measure_graphs
 from server.engine.request import (
@@ -99,7 +99,8 @@ class Runner:
                 f"max_model_len {max_model_len} is more than the checkpoint's {positions} positions"
             )
         if self.device.type == "cuda":  # first, so that its memory counts as taken when the cache's size is chosen
-            self.vision_graphs = VisionGraphs(self.model, tile_budget=config.vision_tile_budget, progress=True)
+            together = 1 if self.batch_invariant else config.vision_tile_budget
+            self.vision_graphs = VisionGraphs(self.model, tile_budget=together, progress=True)
         self.num_pages = self._choose_num_pages(max_model_len)
         if self.num_pages * PAGE_SIZE < max_model_len:
             logger.warning("context cut from %d to the KV cache's %d tokens", max_model_len, self.num_pages * PAGE_SIZE)
@@ -206,11 +207,7 @@ class Runner:
         """
         if self.graphs is None or sum(chunk.end - chunk.start for chunk in plan.chunks) > self.graphs.max_rows:
             return []
-        return plan.decodes + [
-            Chunk(chunk.request, place, place + 1, samples=chunk.samples and place + 1 == chunk.end)
-            for chunk in plan.prefills
-            for place in range(chunk.start, chunk.end)
-        ]
+        return _one_by_one(plan)
 
     def _pictured_rows(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:
         """The rows of a step that show a picture, and the features that stand there, in parts."""
@@ -228,19 +225,17 @@ class Runner:
 
     def _batch(self, plan: StepPlan) -> Batch:
         image_rows, embeds = self._pictured_rows(plan)
-        row = len(plan.decodes)
-        logits_rows = list(range(row))
-        for chunk in plan.prefills:
+        decodes, prefills = plan.decodes, plan.prefills
+        if self.batch_invariant:  # a prompt's tokens go the way that an answer's go
+            decodes, prefills = _one_by_one(plan), []
+        row, logits_rows = 0, []
+        for chunk in decodes + prefills:
             row += chunk.end - chunk.start
             if chunk.samples:
                 logits_rows.append(row - 1)
-        decodes = [_model_chunk(chunk) for chunk in plan.decodes]
-        prefills = [_model_chunk(chunk) for chunk in plan.prefills]
-        if self.batch_invariant:  # a prompt's tokens go the way that an answer's go
-            decodes, prefills = decodes + one_by_one(prefills), []
         batch = build_batch(
-            decodes,
-            prefills,
+            [_model_chunk(chunk) for chunk in decodes],
+            [_model_chunk(chunk) for chunk in prefills],
             logits_rows=logits_rows,
             device=self.device,
             image_rows=image_rows,
@@ -360,6 +355,15 @@ class Runner:
 
 def _pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
+
+
+def _one_by_one(plan: StepPlan) -> list[Chunk]:
+    """A step's tokens as chunks of one each, in the order of its rows."""
+    return plan.decodes + [
+        Chunk(chunk.request, place, place + 1, samples=chunk.samples and place + 1 == chunk.end)
+        for chunk in plan.prefills
+        for place in range(chunk.start, chunk.end)
+    ]
 
 
 def _tiles_of(encode: EncodeTiles) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

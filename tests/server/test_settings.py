@@ -94,8 +94,10 @@ def test_yaml_file_that_is_missing_or_empty(tmp_path: Path) -> None:
 
 
 def test_shipped_configs_are_valid() -> None:
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        load_settings({"config": path})
+    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        assert load_settings({"config": path}).config == path
 
 
 def test_several_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
