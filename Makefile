@@ -1,5 +1,6 @@
 # make serve   install what is needed and serve the demo model on http://127.0.0.1:8000
 # make test    install what is needed and run all tests
+# make sanitize  every kernel once, under compute-sanitizer's memcheck (needs a GPU)
 # ARGS="..."   is passed on:  make serve ARGS="--port 9000",  make test ARGS="tests/model -k rope"
 # PIP_ARGS     likewise to pip, e.g. to take the CPU build of torch on Linux (see README.md)
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
-.PHONY: serve test install lint types clean
+.PHONY: serve test install lint types sanitize clean
 
 serve: install
 	$(VENV)/bin/vl2 serve $(ARGS)
@@ -21,6 +22,12 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(VENV)/bin/mypy
+
+# The first run compiles the kernels; torch's cache of memory would hide a read beyond an array.
+sanitize: $(VENV)/.serve
+	$(VENV)/bin/python -m kernels.bench --once $(ARGS)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 2 \
+	    $(VENV)/bin/python -m kernels.bench --once $(ARGS)
 
 install: $(VENV)/.serve
 

@@ -23,6 +23,7 @@ from kernels.lang import pdl, tl, triton, use_triton
 
 _MOST_CHOICES = 16
 """Experts a token that the Triton form can choose."""
+_LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 _FEW_TOKENS = 64
 """Up to this many, the logits are computed token by token."""
 
@@ -246,6 +247,8 @@ def _choose(
     rating = scores
     if BIASED:
         rating += tl.load(bias + expert, mask=present, other=0.0)
+    # A NaN compares with nothing, and might lose to a place beyond the experts: it counts as the least number.
+    rating = tl.where(rating == rating, rating, _LEAST)
     rating = tl.where(present, rating, float("-inf"))
     row = token * (TOPK + SHARED)
     total = 0.0

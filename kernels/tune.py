@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from kernels.bench import random, timed
+from kernels.bench.measure import timed
 from kernels.lang import triton
 from kernels.moe import moe_experts_triton
 from kernels.moe_products import product, sort_by_expert
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="sets of weights to rotate through")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_default_device("cuda")
     gpu = torch.cuda.get_device_name()
     layers = [
         (
@@ -109,11 +110,15 @@ def main() -> None:
     print(f"written to {path}")
 
 
+def random(*shape: int, std: float = 1.0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16) * std
+
+
 def choose(tokens: int, experts: int, shared: int, topk: int) -> tuple[Tensor, Tensor]:
     """Experts drawn evenly, then the shared ones; and weights."""
-    routed = torch.rand(tokens, experts - shared, device="cuda").topk(topk).indices
-    always = torch.arange(experts - shared, experts, device="cuda").expand(tokens, -1)
-    return torch.cat((routed, always), dim=-1), torch.rand(tokens, topk + shared, device="cuda")
+    routed = torch.rand(tokens, experts - shared).topk(topk).indices
+    always = torch.arange(experts - shared, experts).expand(tokens, -1)
+    return torch.cat((routed, always), dim=-1), torch.rand(tokens, topk + shared)
 
 
 def best_step(tokens: int, layers: list[tuple[Tensor, Tensor]], routes: list[tuple[Tensor, Tensor]]) -> Step:

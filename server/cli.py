@@ -135,25 +135,40 @@ def chat(
 @with_settings
 def bench_offline(
     settings: Settings,
-    prompt_len: Annotated[list[int] | None, typer.Option(min=1, help="Text tokens a prompt; several allowed.")] = None,
-    output_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens to generate; several allowed.")] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several allowed.")] = None,
-    images: Annotated[int, typer.Option(min=0, help="Pictures a prompt.")] = 0,
-    image_size: Annotated[str, typer.Option(help="Their size as WIDTHxHEIGHT.")] = "384x384",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the median is shown.")] = 3,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    work: Annotated[
+        str,
+        typer.Option(
+            help="Which of decode, prefill, picture, vision, waiting: the last tells how long a GPU waits for the host."
+        ),
+    ] = "decode,prefill,picture,vision",
+    batch_size: Annotated[
+        str, typer.Option(help="Sequences of a decode step, a row for each: 1,8,32,128,256 on a GPU; to wait 1,64.")
+    ] = "",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens in the cache before decoding.")] = 256,
+    output_len: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 256,
+    picture: Annotated[str, typer.Option(help="WIDTHxHEIGHT of the picture.")] = "1024x768",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the rest; the median is shown.")] = 3,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write all figures into this file.")] = None,
 ) -> None:
-    """Run the engine in this process on random tokens and pictures: no tokenizer needed, and with dummy weights
-    no checkpoint but its config.json."""
-    from server.bench import Case, run_cases
+    """Run the engine in this process on random tokens and tiles, beside the least that the hardware allows.
 
-    cases = [
-        Case(prompt_len=prompt, output_len=output, batch_size=batch, images=images)
-        for prompt in prompt_len or [32]
-        for output in output_len or [32]
-        for batch in batch_size or [1]
-    ]
-    run_cases(settings, cases, image_size=_size("--image-size", image_size), repeats=repeats, as_json=json)
+    No tokenizer is needed, and with dummy weights no checkpoint but its config.json.
+    """
+    from server.bench import WORK, Plan, run
+
+    chosen = tuple(work.split(","))
+    if unknown := set(chosen) - set(WORK):
+        fail(f"--work: no {', '.join(sorted(unknown))} among {', '.join(WORK)}", code=2)
+    plan = Plan(
+        work=chosen,
+        batch_sizes=_numbers("--batch-size", batch_size) or None,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        picture_size=_size("--picture", picture),
+        repeats=repeats,
+    )
+    if not run(settings, plan, json_file=json):
+        raise typer.Exit(1)
 
 
 @bench_app.command("serve")

@@ -1,7 +1,8 @@
 """Compile every Triton kernel for Hopper at deepseek-vl2-small's shapes; needs Triton, but no GPU.
 
 Run as a program of its own (`python -m tests.kernels.compile_kernels`): where kernels are interpreted for other tests,
-they cannot be compiled. Prints a line for each kernel: its name and those of the functions that it calls.
+they cannot be compiled. Prints a line for each kernel: its name and those of the functions that it calls. Raises
+ValueError for a kernel that takes more shared memory than there is, or that does not wait for the one before it.
 """
 
 from typing import Any
@@ -31,6 +32,7 @@ from kernels import (
     split_kv,
 )
 from kernels.tiles import FOLDER, Tiles, TileStep, default_plan, load_table
+from tests.kernels import dependent_launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 << 10
@@ -99,7 +101,22 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], 
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
     if compiled.metadata.shared > SHARED_MEMORY:
         raise ValueError(f"{kernel.__name__} {constants} {options} takes {compiled.metadata.shared} B of shared memory")
+    if "PDL" in constants:
+        check_waiting(kernel.__name__, compiled.asm["ptx"], [n for n, kind in signature.items() if kind != "constexpr"])
     print(*sorted(functions_of(kernel)), flush=True)
+
+
+def check_waiting(name: str, ptx: str, arguments: list[str]) -> None:
+    """Raises ValueError for a kernel that breaks the rule of programmatic dependent launch (kernels/lang.py)."""
+    early = dependent_launch.PARAMETERS
+    if name == "_down_strips":
+        early = early | {"expert_ids"}  # which the kernel before it has waited for, see there
+    try:
+        dependent_launch.check(ptx, arguments, early)
+        if name == "_gate_up_strips" and not dependent_launch.waits_first(ptx):
+            raise ValueError("lets the next kernel start before it has waited")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def functions_of(kernel: Any) -> set[str]:

@@ -65,6 +65,16 @@ def test_router_takes_the_first_of_equals() -> None:
     assert_near(weights, torch.full((2, 3), 1 / 8))
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_router_chooses_experts_that_exist_for_tokens_that_are_no_numbers(scoring: str) -> None:
+    """Else one broken token would have every token's kernels read beyond the experts' weights."""
+    hidden, weight, bias = torch.full((2, 64), torch.nan), torch.randn(72, 64), torch.zeros(72)
+    settings = {"topk": 6, "scoring": scoring, "normalize": True, "scaling_factor": 1.0}
+    chosen, weights = route_triton(hidden, weight, bias if scoring == "sigmoid" else None, **settings)  # type: ignore[arg-type]
+    assert all(len(set(row)) == 6 and min(row) >= 0 and max(row) < 72 for row in chosen.tolist())
+    assert weights.isnan().all()
+
+
 def test_norms_of_widths_that_are_no_power_of_two() -> None:
     x, residual, weight = torch.randn(5, 100), torch.randn(5, 100), torch.randn(100)
     normed, total = add_rms_norm_triton(x, residual, weight, 1e-6)

@@ -326,18 +326,26 @@ def test_doctor() -> None:
 def test_bench_offline_needs_neither_weights_nor_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         shutil.copy(ROOT / "tests" / "goldens" / "mla-softmax" / "checkpoint" / name, tmp_path)
-    dummy = ["--model", str(tmp_path), "--load-format", "dummy", "--repeats", "1", *CPU]
-    sizes = ["--prompt-len", "5", "--prompt-len", "70", "--output-len", "4", "--batch-size", "3"]
-    result = invoke("bench", "offline", *dummy, *sizes, "--images", "1", "--json")
+    bench = ["bench", "offline", "--model", str(tmp_path), "--load-format", "dummy", "--repeats", "1", *CPU]
+    figures = tmp_path / "figures.json"
+    sizes = ["--prompt-len", "5", "--output-len", "6", "--batch-size", "1,3", "--picture", "384x384"]
+    result = invoke(*bench, *sizes, "--json", str(figures))
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["device"] and report["parameters"] > 0
-    assert [case["prompt_len"] for case in report["results"]] == [5, 70]
-    for case in report["results"]:
-        assert case["prompt_tokens"] > case["prompt_len"] + 420
-        assert case["output_tokens_per_s"] > 0 and case["first_token_ms"] > 0 and case["token_ms"] > 0
-        assert case["peak_memory_mib"] > 0
-    table = invoke("bench", "offline", *dummy, "--prompt-len", "5", "--output-len", "1")
-    assert table.exit_code == 0 and "out tok/s" in table.stdout
-    too_long = invoke("bench", "offline", *dummy, "--prompt-len", "1000000")
+    report = json.loads(figures.read_text())
+    assert report["device"] and report["parameters"] > 0 and report["torch"] and report["peak_memory_mib"] > 0
+    names = [row["work"] for row in report["rows"]]
+    assert names[:3] == ["start to ready", "decode, batch 1", "decode, batch 3"]
+    assert names[3].startswith("1 x ") and names[4].startswith("2 x ") and names[6:] == ["vision tower, 1 tiles"]
+    assert names[5].startswith("picture 384x384, 2 tiles, 437 tokens")
+    for row in report["rows"][1:]:
+        assert row["failure"] is None and row["floor_ms"] > 0 and row["ms"] > 0 and row["rate"] > 0
+        assert row["work"] in result.stdout
+
+
+def test_bench_offline_tells_what_it_cannot_do() -> None:
+    bench = ["bench", "offline", "--load-format", "dummy", *CPU]
+    assert "among decode" in invoke(*bench, "--work", "decode,fly").stderr
+    too_long = invoke(*bench, "--prompt-len", "1000000")
     assert too_long.exit_code == 2 and "1000000" in too_long.stderr
+    no_gpu = invoke(*bench, "--work", "waiting", "--batch-size", "1")
+    assert no_gpu.exit_code == 1 and "on a GPU only" in no_gpu.stdout
