@@ -65,7 +65,7 @@ class Ceilings:
 
 
 def ceilings(dtype: torch.dtype) -> Ceilings:
-    """Of the default device: by copying 256 MiB, and by a product of 8192 rows, columns and terms (a CPU: much less)."""
+    """Of the default device: by copying 256 MiB, and by a product of 8192 rows and columns (a CPU: much less)."""
     on_cpu = torch.empty(0).device.type == "cpu"
     count, side = (1 << 24, 1024) if on_cpu else (1 << 27, 8192)
     clock = timed_on_cpu if on_cpu else timed
