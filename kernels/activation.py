@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch_invariant import whole_vectors
+from kernels.expect import FLOATS, expect
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -27,6 +28,7 @@ def silu_mul_reference(x: Tensor) -> Tensor:
 def silu_mul_triton(x: Tensor) -> Tensor:
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
+    expect("x", x, (rows, 2 * width), *FLOATS)
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _silu_mul[(rows, triton.cdiv(width, 1024))](x, y, width, BLOCK=1024, **pdl(x), num_warps=4)
     return y

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.expect import FLOATS, expect, expect_rows
 from kernels.lang import tl, triton, use_triton
 
 CPU_ROWS_A_THREAD = 8
@@ -74,6 +75,12 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Te
     """`out`: contiguous [..., out] of any float dtype that takes the result."""
     rows = x.reshape(-1, x.shape[-1])
     (tokens, inner), outer = rows.shape, len(weight)
+    expect_rows("x", rows, (tokens, inner), *FLOATS)
+    expect_rows("weight", weight, (outer, inner), x.dtype)
+    if bias is not None:
+        expect("bias", bias, (outer,), *FLOATS)
+    if out is not None:
+        expect("out", out, (*x.shape[:-1], outer), *FLOATS)
     y = torch.empty(*x.shape[:-1], outer, dtype=x.dtype, device=x.device) if out is None else out
     _linear[(triton.cdiv(tokens, _TILE), triton.cdiv(outer, _TILE))](
         rows,

@@ -41,6 +41,8 @@ def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 def head_linear_triton(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     (tokens, heads, inner), outer = x.shape, weight.shape[2]
+    if weight.shape != (heads, inner, outer) or weight.dtype != x.dtype:
+        raise ValueError(f"x {x.dtype} {list(x.shape)} does not go with weight {weight.dtype} {list(weight.shape)}")
     y = torch.empty(tokens, heads, outer, dtype=x.dtype, device=x.device)
     few = tokens <= _FEW_TOKENS and not batch_invariant
     whole = few and inner <= _MOST_WHOLE

@@ -11,6 +11,7 @@ Cost: each value read and written once; bound by bandwidth.
 import torch
 from torch import Tensor
 
+from kernels.expect import FLOATS, expect, expect_rows
 from kernels.lang import pdl, tl, triton, use_triton
 from kernels.norm import rms_norm_reference
 from kernels.rope_cache import apply_rope_interleaved, write_rows
@@ -64,6 +65,15 @@ def write_latents_triton(
 ) -> None:
     tokens, heads, width = query.shape
     rank = latent.shape[1] - rope
+    if rope < 2 or rope & (rope - 1) or not rank > 0 or width < rope:
+        raise ValueError(f"{rope} channels to rotate of latents {list(latent.shape)} and queries {list(query.shape)}")
+    expect_rows("query", query, query.shape, *FLOATS)
+    expect_rows("latent", latent, (tokens, rank + rope), query.dtype)
+    expect("norm_weight", norm_weight, (rank,), query.dtype)
+    for name, table in zip(("cos", "sin"), rotary, strict=True):
+        expect(name, table, (tokens, rope // 2), torch.float32)
+    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], rank + rope), query.dtype)
+    expect("slots", slots, (tokens,), torch.int64)
     _write_latents[(tokens, 2)](
         query,
         latent,

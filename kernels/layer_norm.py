@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.expect import FLOATS, expect
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -27,6 +28,10 @@ def layer_norm_reference(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor
 def layer_norm_triton(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     rows, width = x.shape
+    expect("x", x, x.shape, *FLOATS)
+    expect("offset", offset, (width,), torch.float32)
+    expect("weight", weight, (width,), *FLOATS)
+    expect("bias", bias, (width,), *FLOATS)
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _layer_norm[(rows,)](x, offset, weight, bias, y, width, eps, BLOCK=block, **pdl(x), num_warps=4)

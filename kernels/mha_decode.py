@@ -13,6 +13,7 @@ query a key there is no product for the matrix units.
 import torch
 from torch import Tensor
 
+from kernels.expect import FLOATS, INTEGERS, expect, expect_rows
 from kernels.lang import pdl, tl, triton, use_triton
 from kernels.paged_blocks import mha_decode_blocks
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
@@ -78,6 +79,10 @@ def mha_decode_triton(
     (batch, heads, dim), page = query.shape, kv_cache.shape[1]
     if page % TOKENS:
         raise ValueError(f"a page of {page} tokens is no multiple of {TOKENS}")
+    expect_rows("query", query, (batch, heads, dim), *FLOATS)
+    expect("kv_cache", kv_cache, (len(kv_cache), page, 2 * heads * dim), query.dtype)
+    expect_rows("block_table", block_table, (batch, block_table.shape[1]), *INTEGERS)
+    expect("context_lens", context_lens, (batch,), *INTEGERS)
     most = batch * block_table.shape[1] * (page // TOKENS)
     programs = batch if whole else num_programs(query.device, most, resident / heads)
     pieces = empty_pieces(1 if whole else programs + batch, heads, dim, query.device)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.expect import FLOATS, INTEGERS, expect, expect_rows
 from kernels.lang import TensorDescriptor, pdl, tl, triton, use_triton
 from kernels.paged_blocks import mla_decode_blocks
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
@@ -108,6 +109,11 @@ def mla_decode_triton(
     if page % form.tokens:
         raise ValueError(f"a page of {page} tokens is no multiple of {form.tokens}")
     device, dtype = query_latent.device, query_latent.dtype
+    expect_rows("query_latent", query_latent, (batch, heads, rank), *FLOATS)
+    expect_rows("query_rope", query_rope, (batch, heads, rope), dtype)
+    expect("kv_cache", kv_cache, (len(kv_cache), page, rank + rope), dtype)
+    expect_rows("block_table", block_table, (batch, block_table.shape[1]), *INTEGERS)
+    expect("context_lens", context_lens, (batch,), *INTEGERS)
     groups = triton.cdiv(heads, form.heads)
     most = batch * block_table.shape[1] * (page // form.tokens)
     programs = batch if whole else num_programs(device, most, form.resident / groups)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.activation import silu_mul_reference
 from kernels.batch_invariant import linear
+from kernels.expect import FLOATS, expect
 from kernels.lang import pdl, tl, triton, use_triton
 from kernels.moe_products import product, sort_by_expert
 from kernels.moe_strips import experts_by_strips
@@ -59,20 +60,11 @@ def moe_experts_triton(
 def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
     (tokens, width), (experts, doubled, _) = hidden.shape, gate_up.shape
     inner = doubled // 2
-    shapes = {
-        "gate_up": (gate_up, (experts, 2 * inner, width), hidden.dtype),
-        "down": (down, (experts, width, inner), hidden.dtype),
-        "expert_ids": (expert_ids, (tokens, expert_ids.shape[-1]), torch.int64),
-        "weights": (weights, tuple(expert_ids.shape), torch.float32),
-    }
-    for name, (tensor, shape, dtype) in shapes.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous {dtype} {list(shape)}, "
-                f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-            )
-    if not hidden.is_contiguous() or not hidden.dtype.is_floating_point:
-        raise ValueError(f"hidden must be contiguous rows of floats, got {hidden.dtype} strides {hidden.stride()}")
+    expect("hidden", hidden, (tokens, width), *FLOATS)
+    expect("gate_up", gate_up, (experts, 2 * inner, width), hidden.dtype)
+    expect("down", down, (experts, width, inner), hidden.dtype)
+    expect("expert_ids", expert_ids, (tokens, expert_ids.shape[-1]), torch.int64)
+    expect("weights", weights, expert_ids.shape, torch.float32)
 
 
 def moe_experts_reference(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Cost: each row read once and written once (twice with the residual); bound by ba
 import torch
 from torch import Tensor
 
+from kernels.expect import FLOATS, expect, expect_rows
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -73,6 +74,12 @@ def _launch(
 ) -> None:
     """One program for each row of `out`. Where an argument is None, so is its part of the work."""
     count, width = out.shape
+    expect_rows("x", x, (len(x), width), *FLOATS)
+    expect("weight", weight, (width,), out.dtype)
+    if residual is not None:
+        expect("residual", residual, x.shape, out.dtype)
+    if chosen is not None:
+        expect("rows", chosen, (count,), torch.int64)
     _norm[(count,)](
         x,
         residual,

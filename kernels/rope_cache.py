@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch_invariant import whole_vectors
+from kernels.expect import INTEGERS, expect
 from kernels.lang import pdl, tl, triton, use_triton
 
 
@@ -37,6 +38,8 @@ def rope_tables_reference(positions: Tensor, frequencies: Tensor) -> tuple[Tenso
 
 def rope_tables_triton(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     tokens, half = len(positions), len(frequencies)
+    expect("positions", positions, (tokens,), *INTEGERS)
+    expect("frequencies", frequencies, (half,), torch.float32)
     cos, sin = torch.empty(2, tokens, half, dtype=torch.float32, device=positions.device).unbind()
     block = triton.next_power_of_2(half)
     _rope_tables[(tokens,)](positions, frequencies, cos, sin, half, BLOCK=block, **pdl(positions), num_warps=1)

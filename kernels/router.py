@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch_invariant import linear, whole_vectors
+from kernels.expect import FLOATS, expect
 from kernels.lang import pdl, tl, triton, use_triton
 
 _MOST_CHOICES = 16
@@ -107,6 +108,12 @@ def route_triton(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = len(hidden), len(weight)
+    if not 0 < topk <= min(experts, _MOST_CHOICES):
+        raise ValueError(f"{topk} of {experts} experts cannot be chosen, at most {_MOST_CHOICES}")
+    expect("hidden", hidden, (tokens, weight.shape[1]), *FLOATS)
+    expect("weight", weight, weight.shape, torch.float32)
+    if correction_bias is not None:
+        expect("correction_bias", correction_bias, (experts,), torch.float32)
     logits = _logits_triton(hidden, weight, by_blocks=batch_invariant or tokens > _FEW_TOKENS)
     chosen = torch.empty(tokens, topk + num_shared, dtype=torch.int64, device=hidden.device)
     weights = torch.empty(tokens, topk + num_shared, dtype=torch.float32, device=hidden.device)

@@ -108,6 +108,8 @@ def run(settings: Settings, plan: Plan, *, json_file: Path | None) -> bool:
     _check(plan, sizes, engine)
     with torch.device(engine.runner.device):
         limits = ceilings(engine.runner.dtype)
+    if on_gpu:
+        torch.cuda.empty_cache()
     head = _head(settings, engine, limits)
     about = ("device", "dtype", "torch", "triton", "commit", "attention", "prefill_chunk_tokens")
     print(f"{settings.model_name}: {engine.info.num_parameters / 1e9:.2f} B parameters; ", end="")

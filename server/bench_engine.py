@@ -107,11 +107,11 @@ class EngineBench:
         """
         if not self.on_gpu:
             raise BenchError("waiting is measured on a GPU only")
-        length = WARM_STEPS + PROFILED_STEPS + 8
+        prompts = -(-batch * prompt_len // self.engine.scheduler.prefill_chunk_tokens)  # steps of their own
         for _ in range(batch):
-            self.engine.add_request(self._text(prompt_len, length))
+            self.engine.add_request(self._text(prompt_len, prompts + WARM_STEPS + PROFILED_STEPS + 8))
         decodes = 0
-        while decodes < WARM_STEPS:
+        while decodes < WARM_STEPS and self.engine.has_work:
             decodes = decodes + 1 if len(self._step()) == batch else 0
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(PROFILED_STEPS):

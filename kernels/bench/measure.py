@@ -65,9 +65,9 @@ class Ceilings:
 
 
 def ceilings(dtype: torch.dtype) -> Ceilings:
-    """Of the default device: by copying 2 GiB, and by a product of 8192 rows, columns and terms (a CPU: much less)."""
+    """Of the default device: by copying 256 MiB, and by a product of 8192 rows and columns (a CPU: much less)."""
     on_cpu = torch.empty(0).device.type == "cpu"
-    count, side = (1 << 24, 1024) if on_cpu else (1 << 30, 8192)
+    count, side = (1 << 24, 1024) if on_cpu else (1 << 27, 8192)
     clock = timed_on_cpu if on_cpu else timed
     source = torch.ones(count, dtype=dtype)
     target = torch.empty_like(source)

@@ -1,11 +1,12 @@
 """The same greedy text in float32 whatever computes it, and whatever lies in memory that nobody wrote.
 
 On a GPU: with and without graphs, by every backend of attention that serves, alone and 256 at once, whole and in
-chunks. On a CPU what there is of it.
+chunks. On a CPU what there is of it, and a few tokens by the Triton kernels, interpreted.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -75,6 +76,22 @@ def test_nothing_is_read_that_nobody_wrote(variant: str) -> None:
         runner.batch_invariant = False
         poison(runner)
         check(engine, variant)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the kernels run in every test")
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_interpreted_kernels_give_the_same_text(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("kernels.") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    engine = make_engine(variant, kv_cache_tokens=4096)
+    poison(engine.runner)
+    engine.runner.batch_invariant = False
+    events = run_all(engine, [case_request(variant, "text_short", max_tokens=3)])
+    assert tokens_of(events["text_short"]) == greedy_tokens(variant, "text_short")[:3]
 
 
 @needs_gpu
