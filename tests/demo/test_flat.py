@@ -1,10 +1,10 @@
-"""The flat optimizer is torch's AdamW, clipped; its state comes back; the average follows."""
+"""The flat optimizer is torch's AdamW, clipped, and Muon inside layers; its state comes back; the average follows."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.demo.flat import FlatParameters
+from model.demo.flat import MOMENTUM, MUON_SIZE, FlatParameters, orthogonal
 
 RATE, BETAS, DECAY, CLIP = 0.01, (0.9, 0.97), 0.05, 0.5
 
@@ -41,6 +41,64 @@ def test_equals_torch_adamw() -> None:
         torch.testing.assert_close(norm, expected_norm)
         for p, q in zip(mine.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+class Layered(nn.Module):
+    """Matrices of two shapes in layers, one in a stack as experts are, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 9))
+        self.layers[1].stack = nn.Parameter(torch.randn(3, 9, 6))
+        self.head = nn.Linear(9, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        stack = self.get_parameter("layers.1.stack")
+        found: Tensor = self.head(self.layers(inputs))
+        return found + torch.einsum("bi,soi->b", inputs, stack.tanh())[:, None]
+
+
+def test_orthogonal_keeps_directions_and_evens_sizes() -> None:
+    """Against the singular value decomposition, for wide and tall matrices."""
+    torch.manual_seed(1)
+    for shape in ((3, 8, 20), (2, 20, 8), (1, 6, 6)):
+        matrices = torch.randn(shape, dtype=torch.float64)
+        left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+        found = orthogonal(matrices, torch.float64).double()
+        inside = left.mT @ found @ right.mT
+        sizes = inside.diagonal(dim1=-2, dim2=-1)
+        assert float(sizes.min()) > 0.5 and float(sizes.max()) < 1.3
+        torch.testing.assert_close(inside, torch.diag_embed(sizes), atol=1e-5, rtol=0)
+
+
+def test_matrices_in_layers_follow_muon() -> None:
+    """Step by step against the formula, matrix by matrix; what lies outside and vectors follow AdamW."""
+    torch.manual_seed(2)
+    mine, other = Layered(), Layered()
+    other.load_state_dict(mine.state_dict())
+    flat = FlatParameters({"module": mine}, dtype=torch.float32, decay=DECAY)
+    inner = [p for name, p in other.named_parameters() if name.startswith("layers") and p.dim() > 1]
+    rest = [{"params": [other.head.weight], "weight_decay": DECAY}]
+    rest += [{"params": [p for p in other.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(rest, lr=RATE, betas=BETAS)
+    momenta = [torch.zeros_like(p) for p in inner]
+    for number in range(1, 6):
+        inputs = torch.randn(11, 6, generator=torch.Generator().manual_seed(number))
+        for module in (mine, other):
+            module.zero_grad(set_to_none=False)
+            (module(inputs) - 1).square().mean().backward()
+        flat.step(number=number, rate=RATE, betas=BETAS, clip=CLIP, average=0.9)
+        nn.utils.clip_grad_norm_(other.parameters(), CLIP)
+        adamw.step()
+        with torch.no_grad():
+            for p, momentum in zip(inner, momenta, strict=True):
+                assert p.grad is not None
+                momentum.lerp_(p.grad, 1 - MOMENTUM)
+                direction = torch.lerp(p.grad, momentum, MOMENTUM).view(-1, *p.shape[-2:])
+                update = torch.stack([orthogonal(one[None], torch.float32)[0] for one in direction]).view_as(p)
+                p.mul_(1 - RATE * DECAY).sub_(RATE * MUON_SIZE * max(p.shape[-2:]) ** 0.5 * update)
+        for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-4)
 
 
 def test_narrow_copy_follows_a_float32_master() -> None:
