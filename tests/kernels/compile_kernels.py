@@ -95,14 +95,15 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: list[str], 
             signature[name] = BF16
         else:
             signature[name] = POINTERS.get(name) or NUMBERS.get(name) or "i32"
-    sides = ("width", "stride")
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith(sides)]
+    sides = ("width", "stride", "_token", "_head", "inner", "outer")
+    given = {name: kind for name, kind in signature.items() if kind != "constexpr"}
+    aligned = [name for name, kind in given.items() if kind.startswith("*") or name.endswith(sides)]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
     if compiled.metadata.shared > SHARED_MEMORY:
         raise ValueError(f"{kernel.__name__} {constants} {options} takes {compiled.metadata.shared} B of shared memory")
     if "PDL" in constants:
-        check_waiting(kernel.__name__, compiled.asm["ptx"], [n for n, kind in signature.items() if kind != "constexpr"])
+        check_waiting(kernel.__name__, compiled.asm["ptx"], list(given))
     print(*sorted(functions_of(kernel)), flush=True)
 
 
@@ -143,14 +144,17 @@ def main() -> None:
     compile_kernel(patches._merge_patches, shape | pdl, ["features", "out"], num_warps=4)
     POINTERS["weight"] = "*fp32"  # of the router, which is float32
     compile_kernel(router._logits, {"EXPERTS": 2, "WIDTH": 2048} | pdl, ["hidden"], num_warps=4)
-    shape = {"ROWS": 32, "EXPERTS": 64, "DEPTH": 64, "PRECISION": "tf32x3"}
-    compile_kernel(router._logits_of_blocks, shape | pdl, ["hidden"], **wide)
+    for experts in (64, 128):  # of small, and of base
+        shape = {"ROWS": 32, "EXPERTS": experts, "DEPTH": 64, "PRECISION": "tf32x3"}
+        compile_kernel(router._logits_of_blocks, shape | pdl, ["hidden"], num_warps=8, num_stages=3)
     for softmax in (True, False):
         rules = {"SOFTMAX": softmax, "BIASED": not softmax, "NORMALIZE": not softmax, **pdl}
         compile_kernel(router._choose, {"TOPK": 6, "SHARED": 2, "EXPERTS": 64, "CHOICES": 16, **rules}, [], num_warps=1)
     for rows, columns, depth in ((16, 64, 128), (32, 16, 512), (64, 128, 128)):
         shape = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "WHOLE": rows < 64}
-        compile_kernel(head_linear._head_linear, shape | pdl, ["x", "weight", "y"], **wide)
+        for side in ("w_inner", "w_outer"):  # along which the weights lie side by side, as Triton is told
+            constants = {"x_inner": 1, side: 1} | shape | pdl
+            compile_kernel(head_linear._head_linear, constants, ["x", "weight", "y"], **wide)
     for bias in (True, False):
         compile_kernel(
             batch_invariant._linear, {"BIAS": bias, "TILE": 64}, ["x", "weight", "bias", "y"], num_warps=4, num_stages=4
