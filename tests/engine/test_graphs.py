@@ -46,8 +46,8 @@ class Watched(DecodeGraphs):
         super().__init__(cast(DeepseekVL2, model), cache, max_rows=max_rows, max_pages=MAX_PAGES)
         self.seen: Batch | None = None
         self.embedded = torch.empty(0, dtype=torch.int64)
-        for size in graph_sizes(max_rows):
-            self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self._logits[:size]))
+        for size in self.sizes:
+            self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self.logits[:size]))
 
     def _remember(self, token_ids: Tensor, image_rows: Tensor | None, image_embeds: Tensor | None) -> Tensor:
         self.embedded = token_ids
@@ -59,12 +59,11 @@ class Eager(DecodeGraphs):
 
     def __init__(self, runner: Runner) -> None:
         pages = -(-runner.info.max_model_len // PAGE_SIZE)
-        most = 128
-        super().__init__(runner.model, runner.kv_cache, max_rows=most, max_pages=pages)
+        super().__init__(runner.model, runner.kv_cache, max_rows=128, max_pages=pages)
         self.rows: list[int] = []
-        for size in graph_sizes(most):
+        for size in self.sizes:
             replay = SimpleNamespace(replay=partial(self._replay, size))
-            self._captured[size] = cast(Any, SimpleNamespace(graph=replay, logits=self._logits[:size]))
+            self._captured[size] = cast(Any, SimpleNamespace(graph=replay, logits=self.logits[:size]))
 
     def run(
         self, chunks: Sequence[Chunk], image_rows: Tensor | None = None, image_embeds: Tensor | None = None
@@ -73,7 +72,7 @@ class Eager(DecodeGraphs):
         return super().run(chunks, image_rows, image_embeds)
 
     def _replay(self, size: int) -> None:
-        self._model(self._batch(size), self._kv_cache, self._logits[:size], self._hidden_states[:size])
+        self._model(self._batch(size), self._kv_cache, self.logits[:size], self._hidden_states[:size])
 
 
 class Replay:
