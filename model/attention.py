@@ -158,7 +158,7 @@ def _attend(
     decoded = decode(query[: len(batch.decode.context_lens)], batch.decode, kv_cache)
     if batch.prefill is None:
         return decoded
-    attended = decoded.new_empty(len(query), *decoded.shape[1:])
+    attended = torch.empty(len(query), *decoded.shape[1:], dtype=decoded.dtype, device=decoded.device)
     attended[: len(decoded)] = decoded
     first = batch.prefill.first_row
     prefill(query[first:], batch.prefill, kv_cache, attended[first:])

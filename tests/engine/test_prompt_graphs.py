@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,13 +16,6 @@ from tests.goldens_data import VARIANTS
 
 SEQS, CHUNK = 8, 256
 SIZES = prompt_sizes(128, CHUNK, SEQS)
-
-
-@pytest.fixture
-def new_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def step(runner: Runner, decodes: list[int], prompts: list[tuple[int, int]]) -> StepPlan:
@@ -48,7 +39,6 @@ def step(runner: Runner, decodes: list[int], prompts: list[tuple[int, int]]) -> 
 
 
 @pytest.mark.usefixtures("without_cuda", "new_memory_is_nan")
-@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("decodes", "prompts"),
