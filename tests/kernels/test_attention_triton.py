@@ -279,21 +279,23 @@ class TestOnAGpu:
 
         monkeypatch.setattr("kernels.attention_backend.flash_function", function)
 
+    def test_triton_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, AttentionBackend.FLASH_2, AttentionBackend.FLASH_4)
+        assert self.choose("auto") is self.choose("triton") is AttentionBackend.TRITON
+
     def test_the_newest_flash_attention_that_serves_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(monkeypatch, AttentionBackend.FLASH_2, AttentionBackend.FLASH_4)
-        assert self.choose("auto") is self.choose("flash-attn") is AttentionBackend.FLASH_4
+        assert self.choose("flash-attn") is AttentionBackend.FLASH_4
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        assert self.choose("auto") is AttentionBackend.FLASH_2
-
-    def test_without_flash_attention_triton_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.choose("flash-attn") is AttentionBackend.FLASH_2
         self.install(monkeypatch)
-        assert self.choose("auto") is self.choose("triton") is AttentionBackend.TRITON
         with pytest.raises(BackendError, match="No module named 'flash_attn'"):
             self.choose("flash-attn")
 
     def test_numbers_and_widths_that_a_backend_cannot_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(monkeypatch, AttentionBackend.FLASH_4)
         assert self.choose("auto", dtype=torch.float32) is AttentionBackend.TRITON
+        assert self.choose("auto", parts=(96,), value_dim=96) is AttentionBackend.FLASH_4
         assert self.choose("auto", parts=(24,), value_dim=24) is AttentionBackend.TORCH
         with pytest.raises(BackendError, match="16-bit numbers, not float32"):
             self.choose("flash-attn", dtype=torch.float32)
