@@ -31,25 +31,25 @@ def choose_backend(
 ) -> AttentionBackend:
     """What `setting` means for keys of these parts (MLA: nope and rope; else one) and values `value_dim` wide.
 
-    auto: flash-attn where it is installed and serves these, else Triton, both on CUDA only, else torch.
-    Raises BackendError for a setting that cannot be met.
+    auto: Triton where it serves these, since a captured graph can hold it, else flash-attn where it is installed, both
+    on CUDA only, else torch. Raises BackendError for a setting that cannot be met.
     """
     if setting == "torch" or (setting == "auto" and device.type != "cuda"):
         return AttentionBackend.TORCH
     if device.type != "cuda":
         raise BackendError(f"attention backend {setting} needs a GPU, and the model runs on {device.type}")
     reasons = {}
+    if setting in ("auto", "triton"):
+        reason = _why_not_triton((*parts, value_dim))
+        if reason is None:
+            return AttentionBackend.TRITON
+        reasons["triton"] = reason
     if setting in ("auto", "flash-attn"):
         for backend in (AttentionBackend.FLASH_4, AttentionBackend.FLASH_2):
             reason = _why_not_flash(backend, device, dtype, sum(parts), value_dim)
             if reason is None:
                 return backend
             reasons[backend.value] = reason
-    if setting in ("auto", "triton"):
-        reason = _why_not_triton((*parts, value_dim))
-        if reason is None:
-            return AttentionBackend.TRITON
-        reasons["triton"] = reason
     if setting == "auto":
         return AttentionBackend.TORCH
     listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

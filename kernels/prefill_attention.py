@@ -25,18 +25,25 @@ def prefill_attention(
     value: Tensor,
     key_rope: Tensor | None = None,
     *,
-    query_lens: list[int],
-    key_lens: list[int],
+    query_lens: list[int] | None,
+    key_lens: list[int] | None,
     cu_query_lens: Tensor,
     cu_key_lens: Tensor,
     scale: float,
     backend: AttentionBackend,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[T, heads, v_dim] in query's dtype; shapes as in this file's head, cu_*: int32 [N + 1], running sums from 0.
 
-    Raises ValueError if the lengths do not add up to the rows.
+    `out` (contiguous) takes the result, if given. Without query_lens and key_lens, lengths are what cu_* say on the
+    device: chunks may be empty, and rows before the first and behind the last are nobody's, left as they are in `out`,
+    which must be given. So a captured graph serves any lengths, by Triton; others wait for the device. Raises
+    ValueError if the lengths do not add up to the rows.
     """
-    if len(query) != sum(query_lens) or not len(key) == len(value) == sum(key_lens):
+    if query_lens is None or key_lens is None:
+        if out is None:
+            raise ValueError("lengths on the device alone need somewhere for the result to go")
+    elif len(query) != sum(query_lens) or not len(key) == len(value) == sum(key_lens):
         raise ValueError(
             f"{len(query)} queries and {len(key)} keys for lengths that add up to {sum(query_lens)} and {sum(key_lens)}"
         )
@@ -50,15 +57,35 @@ def prefill_attention(
             cu_query_lens=cu_query_lens,
             cu_key_lens=cu_key_lens,
             scale=scale,
+            out=out,
         )
+    if query_lens is None or key_lens is None:
+        assert out is not None
+        (first, *_, last), (first_key, *_, last_key) = cu_query_lens.tolist(), cu_key_lens.tolist()
+        if first < last:
+            prefill_attention(
+                query[first:last],
+                key[first_key:last_key],
+                value[first_key:last_key],
+                None if key_rope is None else key_rope[first_key:last_key],
+                query_lens=cu_query_lens.diff().tolist(),
+                key_lens=cu_key_lens.diff().tolist(),
+                cu_query_lens=cu_query_lens - first,
+                cu_key_lens=cu_key_lens - first_key,
+                scale=scale,
+                backend=backend,
+                out=out[first:last],
+            )
+        return out
     if key_rope is not None:
         key = torch.cat((key, key_rope[:, None].expand(-1, key.shape[1], -1)), dim=-1)
     if backend is AttentionBackend.TORCH:
-        return prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
+        attended = prefill_attention_reference(query, key, value, query_lens=query_lens, key_lens=key_lens, scale=scale)
+        return attended if out is None else out.copy_(attended)
     width = value.shape[-1]
     if backend is AttentionBackend.FLASH_2 and width < key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
-    out = flash_function(backend)(
+    result = flash_function(backend)(
         query,
         key,
         value,
@@ -70,8 +97,8 @@ def prefill_attention(
         causal=True,
     )
     # The fourth version returns the logarithms of the sums, too.
-    attended: Tensor = out[0] if isinstance(out, tuple) else out
-    return attended[..., :width]
+    attended = (result[0] if isinstance(result, tuple) else result)[..., :width]
+    return attended if out is None else out.copy_(attended)
 
 
 def prefill_attention_reference(
@@ -86,6 +113,8 @@ def prefill_attention_reference(
     outputs = []
     split = query.split(query_lens), key.split(key_lens), value.split(key_lens)
     for q, k, v in zip(*split, strict=True):
+        if not len(q):
+            continue
         out = _attend(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

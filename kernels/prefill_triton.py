@@ -53,24 +53,31 @@ def prefill_triton(
     value: Tensor,
     key_rope: Tensor | None,
     *,
-    query_lens: list[int],
+    query_lens: list[int] | None,
     cu_query_lens: Tensor,
     cu_key_lens: Tensor,
     scale: float,
+    out: Tensor | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """[T, heads, v_dim] in query's dtype.
+    """[T, heads, v_dim] in query's dtype, in `out` (contiguous) where given.
 
     query [T, heads, key_dim + rope_dim], key [S, heads, key_dim], value [S, heads, v_dim], key_rope [S, rope_dim] or
-    None (rope_dim 0), with any strides but the last; cu_query_lens, cu_key_lens as in kernels/prefill_attention.py.
+    None (rope_dim 0), with any strides but the last; lengths as in kernels/prefill_attention.py: without query_lens
+    there are programs for any that T rows can have, and those without a query end at once.
     Raises ValueError for widths and strides that the kernel cannot take.
     """
     if (reason := fits_triton(query, key, value, key_rope)) is not None:
         raise ValueError(reason)
     form = form or (HALF if query.dtype.itemsize == 2 else _FLOAT)
     tokens, heads, _ = query.shape
-    out = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
-    tiles = sum(-(-length // form.rows) for length in query_lens)
+    sequences = len(cu_query_lens) - 1
+    if out is None:
+        out = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
+    if query_lens is None:
+        tiles = tokens // form.rows + sequences  # each sequence has one tile at most that is not full
+    else:
+        tiles = sum(-(-length // form.rows) for length in query_lens)
     _prefill[(heads, tiles)](
         query,
         key,
@@ -79,7 +86,7 @@ def prefill_triton(
         out,
         cu_query_lens,
         cu_key_lens,
-        len(query_lens),
+        sequences,
         scale * LOG2_E,
         query.stride(0),
         query.stride(1),
@@ -134,6 +141,8 @@ def _prefill(
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     sequence, tile = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), cu_query_lens, sequences, ROWS, SEQUENCES)
+    if sequence >= sequences:
+        return
     query_start = tl.load(cu_query_lens + sequence).to(tl.int64)
     query_len = tl.load(cu_query_lens + sequence + 1).to(tl.int32) - query_start.to(tl.int32)
     key_start = tl.load(cu_key_lens + sequence).to(tl.int64)
@@ -187,7 +196,8 @@ def _prefill(
 
 @triton.jit
 def _find_tile(tile, cu_query_lens, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """(sequence, its tile) of a tile's number among those of all sequences, laid end to end."""
+    """(sequence, its tile) of a tile's number among those of all sequences, laid end to end; behind them all the
+    sequence is `sequences`."""
     index = tl.arange(0, SEQUENCES)
     sequence = tile * 0
     seen = tile * 0

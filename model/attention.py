@@ -2,7 +2,10 @@
 
 Both write the step's own cache rows first, then attend: decoding rows over their pages, prefill chunks
 over their sequence's rows gathered from the pages, so that chunks and cached context take one path.
+Chunks come last, so that they overwrite what rows for decoding that are empty gave (see `Batch`).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +60,8 @@ class LatentAttention(nn.Module):
         query = query.unflatten(-1, (self.heads, self.nope + self.rope))
         norm = self.kv_a_layernorm
         write_latents(query, latent, norm.weight, rotary, kv_cache, batch.slots, rope=self.rope, eps=norm.eps)
-        num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
-        parts = []
-        if batch.decode is not None:
-            parts.append(self._decode(query[:num_decodes], batch.decode, kv_cache))
-        if batch.prefill is not None:
-            parts.append(self._prefill(query[num_decodes:], batch.prefill, kv_cache))
-        output: Tensor = self.o_proj(_joined(parts).flatten(1))
+        attended = _attend(query, batch, kv_cache, self._decode, self._prefill)
+        output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
     def _decode(self, query: Tensor, rows: DecodeRows, kv_cache: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class LatentAttention(nn.Module):
         )
         return head_linear(attended, value_weight.transpose(1, 2), batch_invariant=self.batch_invariant)
 
-    def _prefill(self, query: Tensor, rows: PrefillRows, kv_cache: Tensor) -> Tensor:
+    def _prefill(self, query: Tensor, rows: PrefillRows, kv_cache: Tensor, out: Tensor | None) -> Tensor:
         """query [rows of prefill, heads, nope + rope], rotated, to [rows of prefill, heads, value]."""
         latent, key_rope = read_rows(kv_cache, rows.key_slots).split((self.rank, self.rope), dim=-1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
@@ -97,6 +95,7 @@ class LatentAttention(nn.Module):
             cu_key_lens=rows.cu_key_lens,
             scale=self.scale,
             backend=self.backend,
+            out=out,
         )
 
 
@@ -117,34 +116,50 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self.qkv_proj(hidden_states).unflatten(-1, (3, self.heads, self.head_dim)).unbind(1)
         query, key = apply_rope_half(query, *rotary), apply_rope_half(key, *rotary)
         write_rows(kv_cache, batch.slots, torch.stack((key, value), dim=1).flatten(1))
-
-        num_decodes = 0 if batch.decode is None else len(batch.decode.context_lens)
-        parts = []
-        if batch.decode is not None:
-            table, lengths = batch.decode.block_table, batch.decode.context_lens
-            invariant = self.batch_invariant
-            parts.append(
-                mha_decode(query[:num_decodes], kv_cache, table, lengths, scale=self.scale, batch_invariant=invariant)
-            )
-        if batch.prefill is not None:
-            rows = read_rows(kv_cache, batch.prefill.key_slots).unflatten(-1, (2, self.heads, self.head_dim))
-            parts.append(
-                prefill_attention(
-                    query[num_decodes:],
-                    rows[:, 0],
-                    rows[:, 1],
-                    query_lens=batch.prefill.query_lens,
-                    key_lens=batch.prefill.key_lens,
-                    cu_query_lens=batch.prefill.cu_query_lens,
-                    cu_key_lens=batch.prefill.cu_key_lens,
-                    scale=self.scale,
-                    backend=self.backend,
-                )
-            )
-        output: Tensor = self.o_proj(_joined(parts).flatten(1))
+        attended = _attend(query, batch, kv_cache, self._decode, self._prefill)
+        output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
+    def _decode(self, query: Tensor, rows: DecodeRows, kv_cache: Tensor) -> Tensor:
+        """query [B, heads, head_dim], rotated, to the same."""
+        invariant = self.batch_invariant
+        return mha_decode(
+            query, kv_cache, rows.block_table, rows.context_lens, scale=self.scale, batch_invariant=invariant
+        )
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of decode and prefill together, without a copy where there is one of them only."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _prefill(self, query: Tensor, rows: PrefillRows, kv_cache: Tensor, out: Tensor | None) -> Tensor:
+        """query [rows of prefill, heads, head_dim], rotated, to the same."""
+        cached = read_rows(kv_cache, rows.key_slots).unflatten(-1, (2, self.heads, self.head_dim))
+        return prefill_attention(
+            query,
+            cached[:, 0],
+            cached[:, 1],
+            query_lens=rows.query_lens,
+            key_lens=rows.key_lens,
+            cu_query_lens=rows.cu_query_lens,
+            cu_key_lens=rows.cu_key_lens,
+            scale=self.scale,
+            backend=self.backend,
+            out=out,
+        )
+
+
+def _attend(
+    query: Tensor,
+    batch: Batch,
+    kv_cache: Tensor,
+    decode: Callable[[Tensor, DecodeRows, Tensor], Tensor],
+    prefill: Callable[[Tensor, PrefillRows, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """All rows' attention, [T, heads, width], with one copy at most: of the decodes where there are chunks too."""
+    if batch.decode is None:
+        assert batch.prefill is not None  # there is a row at least
+        return prefill(query, batch.prefill, kv_cache, None)
+    decoded = decode(query[: len(batch.decode.context_lens)], batch.decode, kv_cache)
+    if batch.prefill is None:
+        return decoded
+    attended = torch.empty(len(query), *decoded.shape[1:], dtype=decoded.dtype, device=decoded.device)
+    attended[: len(decoded)] = decoded
+    first = batch.prefill.first_row
+    prefill(query[first:], batch.prefill, kv_cache, attended[first:])
+    return attended

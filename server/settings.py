@@ -66,7 +66,7 @@ class Settings(BaseSettings):
         default="auto", description="auto reads the weights; dummy makes seeded random ones from config.json alone."
     )
     attention_backend: Literal["auto", "flash-attn", "triton", "torch"] = Field(
-        default="auto", description="Attention over prompts; auto: flash-attn where it serves, else Triton, else torch."
+        default="auto", description="Attention over prompts; auto: Triton where it serves, else flash-attn, else torch."
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Longest prompt plus answer in tokens; by default what the model was made for."

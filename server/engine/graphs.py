@@ -22,9 +22,9 @@ the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +94,7 @@ class DecodeGraphs:
     def __init__(self, model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_rows: int, max_pages: int) -> None:
         self._model = model
         self.max_rows = max_rows
+        self.sizes = graph_sizes(max_rows)
         self._kv_cache = kv_cache
         self._spare_slot = (len(kv_cache[0]) - 1) * PAGE_SIZE
         device = kv_cache[0].device
@@ -106,8 +107,8 @@ class DecodeGraphs:
         self._num_pages = [0] * self._inputs.most
         embedding = model.language.embed_tokens.weight
         self._hidden_states = torch.zeros(max_rows, embedding.shape[1], dtype=embedding.dtype, device=device)
-        self._logits = torch.empty(max_rows, model.config.language.vocab_size, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.logits = torch.empty(max_rows, model.config.language.vocab_size, device=device)
+        self.pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
 
     @property
@@ -115,11 +116,10 @@ class DecodeGraphs:
         """int64 [at least max_rows]: where the runner leaves the tokens of every step for the next."""
         return self._inputs.last_tokens
 
-    def capture(self, sizes: Sequence[int], *, progress: bool = False) -> None:
-        """Largest first, so that the others find its memory."""
-        for size in tqdm(
-            sorted(sizes, reverse=True), desc="Capturing decode graphs", disable=None if progress else True
-        ):
+    def capture(self, first: int = 0, last: int | None = None, *, progress: bool = False) -> None:
+        """Some of the sizes, numbered from the largest on: so the others find its memory."""
+        sizes = self.sizes[::-1][first:last]
+        for size in tqdm(sizes, desc="Capturing decode graphs", disable=None if progress else True):
             self._captured[size] = self._capture(size)
 
     @torch.inference_mode()
@@ -190,34 +190,16 @@ class DecodeGraphs:
     def _capture(self, size: int) -> _Captured:
         self._inputs.words.zero_()
         self._inputs.slots.fill_(self._spare_slot)
-        logits = self._logits[:size]
-        hidden_states = self._hidden_states[:size]
-        self._model(self._batch(size), self._kv_cache, logits, hidden_states)  # compiles what is not compiled yet
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            batch = self._batch(size)
-            self._model(batch, self._kv_cache, logits, hidden_states)
+        batch, logits = self._batch(size), self.logits[:size]
+        graph = capture_graph(lambda: self._model(batch, self._kv_cache, logits, self._hidden_states[:size]), self.pool)
         return _Captured(graph, batch, logits)
 
 
-def measure_graphs(model: DeepseekVL2, kv_cache: Sequence[Tensor], *, max_rows: int, max_pages: int) -> int:
-    """Bytes of device memory that the graphs of all sizes take.
-
-    Two are captured: the largest, whose pool holds all of them, and the next, which shows what each further one takes
-    beside it (its nodes, in the driver's memory).
-    """
-    sizes = graph_sizes(max_rows)
-    free = [_free_memory()]
-    graphs = DecodeGraphs(model, kv_cache, max_rows=max_rows, max_pages=max_pages)
-    for size in sizes[:-3:-1]:
-        graphs.capture([size])
-        free.append(_free_memory())
-    taken = [max(0, before - after) for before, after in pairwise(free)]
-    return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
-
-
-def _free_memory() -> int:
+def capture_graph(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of the launches of `run`, with memory from `pool` for what it allocates."""
+    run()  # compiles what is not compiled yet
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph

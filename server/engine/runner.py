@@ -13,16 +13,19 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention_backend import AttentionBackend
 from kernels.lang import has_triton
 from model import batch as model_batch
 from model.batch import PAGE_SIZE, Batch, build_batch, upload
 from model.checkpoint import load_model, resolve_model
-from server.engine.graphs import DecodeGraphs, graph_sizes, measure_graphs
+from server.engine.graphs import DecodeGraphs
+from server.engine.prompt_graphs import PromptGraphs, Size, prompt_sizes
 from server.engine.request import (
     TILE_SHAPE,
     EngineConfig,
@@ -40,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_TOKENS = 16384
 SHORT_PROMPT_ROWS = 128
-"""Rows of the largest graph at least: what a page-wise hit leaves of a question about a known picture, and more."""
+"""Rows of the largest decode graph at least: what a page-wise hit leaves of a question on a known picture, and more."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Runner:
             self.model.make_batch_invariant()
         self.runs_ahead = self.device.type == "cuda"  # the CPU would gain nothing, and waste a row at every eos
         self.graphs: DecodeGraphs | None = None
-        self._most_graph_rows = max(config.max_num_seqs, SHORT_PROMPT_ROWS)
+        self.prompt_graphs: PromptGraphs | None = None
         self.vision_graphs: VisionGraphs | None = None
 
         positions = language.max_position_embeddings
@@ -179,38 +182,52 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         sampling = self.sampler.prepare(plan.sampled)
-        rows = self._graph_rows(plan)
-        if self.graphs is not None and rows:
-            logits = self._run_graph(self.graphs, plan, rows)
-        elif plan.chunks:
-            logits = self.model(self._batch(plan), self.kv_cache)
-        else:
-            logits = torch.empty(0, self.sampler.vocab_size, device=self.device)
+        logits = self._logits(plan)
         sampled = self.sampler.sample(logits, sampling)
         self.last_tokens[: len(sampled.token_ids)].copy_(sampled.token_ids)
         return StepOutput(sampled, logits)
 
-    def _run_graph(self, graphs: DecodeGraphs, plan: StepPlan, rows: list[Chunk]) -> Tensor:
-        """Logits of those of a step's `_graph_rows` that sample."""
+    def _logits(self, plan: StepPlan) -> Tensor:
+        """float32 [R, V], a row for each of plan.sampled: through a graph, if one has room for the step.
+
+        Launched kernel by kernel, a step of less than some thousand tokens takes the host longer than the device.
+        """
+        rows = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        if not rows:
+            return torch.empty(0, self.sampler.vocab_size, device=self.device)
+        if self.graphs is not None and rows <= self.graphs.max_rows:
+            return self._run_decode_graph(self.graphs, plan)
+        if self.prompt_graphs is not None:
+            size = self.prompt_graphs.size_for(rows, keys=sum(chunk.end for chunk in plan.prefills))
+            if size is not None:
+                return self._run_prompt_graph(self.prompt_graphs, plan, size)
+        logits: Tensor = self.model(self._batch(plan), self.kv_cache)
+        return logits
+
+    def _run_decode_graph(self, graphs: DecodeGraphs, plan: StepPlan) -> Tensor:
+        """Every token of the step is a row of its own."""
+        rows = _one_by_one(plan)
         if not plan.prefills:
             return graphs.run(rows)
         image_rows, embeds = self._pictured_rows(plan)
         wanted = [row for row, chunk in enumerate(rows) if chunk.samples]
         pictured, sampled = upload([np.array(image_rows, np.int64), np.array(wanted, np.int64)], self.device)
-        logits = graphs.run(rows, pictured, torch.cat(embeds)) if embeds else graphs.run(rows)
-        return logits[sampled]
+        return graphs.run(rows, pictured, embeds)[sampled]
 
-    def _graph_rows(self, plan: StepPlan) -> list[Chunk]:
-        """The step's tokens as chunks of one each, if a graph has so many rows; else none.
+    def _run_prompt_graph(self, graphs: PromptGraphs, plan: StepPlan, size: Size) -> Tensor:
+        image_rows, embeds = self._pictured_rows(plan)
+        return graphs.run(
+            size,
+            [_model_chunk(chunk) for chunk in plan.decodes],
+            [_model_chunk(chunk) for chunk in plan.prefills],
+            logits_rows=_sampling_rows(plan.chunks),
+            pending=_pending_rows(plan),
+            image_rows=image_rows,
+            image_embeds=embeds,
+        )
 
-        Launched kernel by kernel, a step with a few tokens takes the host longer than the device.
-        """
-        if self.graphs is None or sum(chunk.end - chunk.start for chunk in plan.chunks) > self.graphs.max_rows:
-            return []
-        return _one_by_one(plan)
-
-    def _pictured_rows(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:
-        """The rows of a step that show a picture, and the features that stand there, in parts."""
+    def _pictured_rows(self, plan: StepPlan) -> tuple[list[int], Tensor | None]:
+        """The rows of a step that show a picture, and the features that stand there, if there are any."""
         image_rows: list[int] = []
         embeds: list[Tensor] = []
         row = len(plan.decodes)
@@ -221,30 +238,23 @@ class Runner:
                     image_rows.extend(range(row + first - chunk.start, row + last - chunk.start))
                     embeds.append(self._slots(image.key)[first - image.start : last - image.start])
             row += chunk.end - chunk.start
-        return image_rows, embeds
+        return image_rows, torch.cat(embeds) if embeds else None
 
     def _batch(self, plan: StepPlan) -> Batch:
         image_rows, embeds = self._pictured_rows(plan)
         decodes, prefills = plan.decodes, plan.prefills
         if self.batch_invariant:  # a prompt's tokens go the way that an answer's go
             decodes, prefills = _one_by_one(plan), []
-        row, logits_rows = 0, []
-        for chunk in decodes + prefills:
-            row += chunk.end - chunk.start
-            if chunk.samples:
-                logits_rows.append(row - 1)
         batch = build_batch(
             [_model_chunk(chunk) for chunk in decodes],
             [_model_chunk(chunk) for chunk in prefills],
-            logits_rows=logits_rows,
+            logits_rows=_sampling_rows(decodes + prefills),
             device=self.device,
             image_rows=image_rows,
-            image_embeds=torch.cat(embeds) if embeds else None,
+            image_embeds=embeds,
         )
-        pending = [row for row, chunk in enumerate(plan.decodes) if chunk.request.num_pending]
-        if pending:
-            chosen = [plan.decodes[row].request.row for row in pending]
-            rows, sources = upload([np.array(pending), np.array(chosen)], self.device)
+        if pending := _pending_rows(plan):
+            rows, sources = upload(list(np.array(pending).T.copy()), self.device)
             batch.token_ids.index_copy_(0, rows, self.last_tokens[sources])
         return batch
 
@@ -271,7 +281,7 @@ class Runner:
             return _pages_for(configured)
         free, total = torch.cuda.mem_get_info(self.device)
         gib = (step_bytes / 2**30, graph_bytes / 2**30)
-        logger.info("measured: %.2f GiB for the largest step, %.2f GiB for decode graphs", *gib)
+        logger.info("measured: %.2f GiB for the largest step, %.2f GiB for graphs", *gib)
         used = total - free + step_bytes + graph_bytes + self.vision_cache_slots(max_model_len) * self.slot_bytes
         budget = total * self.config.gpu_memory_utilization - used
         pages = min(int(budget // (self.num_layers * math.prod(self.row_shape) * self.dtype.itemsize)), most)
@@ -296,31 +306,56 @@ class Runner:
         self._rehearse(max_model_len)
         torch.cuda.synchronize(self.device)
         step_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        graph_bytes = 0
-        if with_graphs:
-            graph_bytes = measure_graphs(
-                self.model,
-                self.kv_cache,
-                max_rows=self._most_graph_rows,
-                max_pages=_pages_for(max_model_len),
-            )
+        graph_bytes = self._measure_graphs(max_model_len) if with_graphs else 0
         self.kv_cache = []
         torch.cuda.empty_cache()
         return step_bytes, graph_bytes
 
-    def _capture_graphs(self, max_model_len: int) -> None:
-        before, _ = torch.cuda.mem_get_info(self.device)
-        sizes = graph_sizes(self._most_graph_rows)
-        self.graphs = DecodeGraphs(
-            self.model,
-            self.kv_cache,
-            max_rows=self._most_graph_rows,
-            max_pages=_pages_for(max_model_len),
+    def _measure_graphs(self, max_model_len: int) -> int:
+        """Bytes of device memory that all graphs take.
+
+        Of each kind two are captured: the largest, whose pool holds all of them, and the next, which shows what each
+        further one takes beside it (its nodes, in the driver's memory).
+        """
+        free = [self._free_memory()]
+        kinds = self._make_graphs(max_model_len)
+        free.append(self._free_memory())
+        taken = free[0] - free[1]
+        for graphs in kinds:
+            for first, count in ((0, 1), (1, len(graphs.sizes) - 1)):
+                graphs.capture(first, first + 1)
+                free.append(self._free_memory())
+                taken += count * max(0, free[-2] - free[-1])
+        return taken
+
+    def _free_memory(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def _make_graphs(self, max_model_len: int) -> tuple[DecodeGraphs] | tuple[PromptGraphs, DecodeGraphs]:
+        """Those of the largest steps first, so that the others find their memory; nothing is captured yet."""
+        seqs, max_pages = self.config.max_num_seqs, _pages_for(max_model_len)
+        most = max(seqs, SHORT_PROMPT_ROWS)
+        decode_graphs = DecodeGraphs(self.model, self.kv_cache, max_rows=most, max_pages=max_pages)
+        sizes = prompt_sizes(most, self.config.prefill_chunk_tokens, seqs)
+        if self.batch_invariant or self.model.attention_backend is not AttentionBackend.TRITON or not sizes:
+            return (decode_graphs,)
+        prompt_graphs = PromptGraphs(
+            self.model, self.kv_cache, decode_graphs, sizes=sizes, max_num_seqs=seqs, max_pages=max_pages
         )
-        self.graphs.capture(sizes, progress=True)
+        return prompt_graphs, decode_graphs
+
+    def _capture_graphs(self, max_model_len: int) -> None:
+        before = self._free_memory()
+        *prompt_graphs, self.graphs = kinds = self._make_graphs(max_model_len)
+        self.prompt_graphs = prompt_graphs[0] if prompt_graphs else None
+        for graphs in kinds:
+            graphs.capture(progress=True)
         self.last_tokens = self.graphs.last_tokens
-        taken = before - torch.cuda.mem_get_info(self.device)[0]
-        logger.info("decode graphs of %d batch sizes up to %d take %.2f GiB", len(sizes), sizes[-1], taken / 2**30)
+        taken = before - self._free_memory()
+        counts = " and ".join(str(len(graphs.sizes)) for graphs in kinds)
+        logger.info("graphs of %s sizes take %.2f GiB", counts, taken / 2**30)
 
     def _take_pages(self, count: int) -> None:
         # One page more than the pool knows, for the padding rows of graphs.
@@ -364,6 +399,17 @@ def _one_by_one(plan: StepPlan) -> list[Chunk]:
         for chunk in plan.prefills
         for place in range(chunk.start, chunk.end)
     ]
+
+
+def _sampling_rows(chunks: list[Chunk]) -> list[int]:
+    """The last rows of the chunks that sample, of chunks laid end to end."""
+    ends = accumulate(chunk.end - chunk.start for chunk in chunks)
+    return [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
+
+
+def _pending_rows(plan: StepPlan) -> list[tuple[int, int]]:
+    """(row, row in the step before) of tokens that the step before chooses."""
+    return [(row, chunk.request.row) for row, chunk in enumerate(plan.decodes) if chunk.request.num_pending]
 
 
 def _tiles_of(encode: EncodeTiles) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

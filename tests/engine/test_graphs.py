@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,26 +12,17 @@ from torch import Tensor
 from model.batch import PAGE_SIZE, Batch, build_batch
 from model.batch import Chunk as ModelChunk
 from model.vl2 import DeepseekVL2
-from server.engine import graphs as graphs_module
 from server.engine.core import Engine
 from server.engine.graphs import DecodeGraphs, graph_sizes
 from server.engine.request import PENDING, Request, SamplingParams
-from server.engine.runner import Runner
 from server.engine.scheduler import Chunk
+from tests.engine.replayed import use_graphs
 from tests.engine.support import case_request, engine_config, greedy_tokens, run_all, tokens_of
 from tests.goldens_data import VARIANTS
 
 CPU = torch.device("cpu")
 MAX_PAGES = 5
 SPARE_PAGE = 40
-
-
-class FakeEvent:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Watched(DecodeGraphs):
@@ -46,34 +35,12 @@ class Watched(DecodeGraphs):
         super().__init__(cast(DeepseekVL2, model), cache, max_rows=max_rows, max_pages=MAX_PAGES)
         self.seen: Batch | None = None
         self.embedded = torch.empty(0, dtype=torch.int64)
-        for size in graph_sizes(max_rows):
-            self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self._logits[:size]))
+        for size in self.sizes:
+            self._captured[size] = cast(Any, SimpleNamespace(graph=Replay(self, size), logits=self.logits[:size]))
 
     def _remember(self, token_ids: Tensor, image_rows: Tensor | None, image_embeds: Tensor | None) -> Tensor:
         self.embedded = token_ids
         return torch.zeros(len(token_ids), 3)
-
-
-class Eager(DecodeGraphs):
-    """Graphs whose replay runs the model there and then."""
-
-    def __init__(self, runner: Runner) -> None:
-        pages = -(-runner.info.max_model_len // PAGE_SIZE)
-        most = 128
-        super().__init__(runner.model, runner.kv_cache, max_rows=most, max_pages=pages)
-        self.rows: list[int] = []
-        for size in graph_sizes(most):
-            replay = SimpleNamespace(replay=partial(self._replay, size))
-            self._captured[size] = cast(Any, SimpleNamespace(graph=replay, logits=self._logits[:size]))
-
-    def run(
-        self, chunks: Sequence[Chunk], image_rows: Tensor | None = None, image_embeds: Tensor | None = None
-    ) -> Tensor:
-        self.rows.append(len(chunks))
-        return super().run(chunks, image_rows, image_embeds)
-
-    def _replay(self, size: int) -> None:
-        self._model(self._batch(size), self._kv_cache, self._logits[:size], self._hidden_states[:size])
 
 
 class Replay:
@@ -82,19 +49,6 @@ class Replay:
 
     def replay(self) -> None:
         self.graphs.seen = self.graphs._batch(self.size)
-
-
-@pytest.fixture
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CPU has not: pinned memory, events, pools."""
-    zeros = torch.zeros
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        return zeros(*args, **kwargs)
-
-    monkeypatch.setattr(graphs_module.torch, "zeros", unpinned)
-    monkeypatch.setattr(graphs_module.torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(graphs_module.torch.cuda, "graph_pool_handle", lambda: None)
 
 
 @pytest.fixture
@@ -188,8 +142,7 @@ def test_tokens_of_a_prompt_are_rows_beside_each_other(graphs: Watched) -> None:
 def test_the_engine_answers_the_same_through_graphs(without_cuda: None, variant: str, runs_ahead: bool) -> None:
     """Short prompts, pieces of long ones, decodes, and second questions, whose picture is in the cache."""
     engine = Engine(engine_config(variant, max_num_seqs=8, prefill_chunk_tokens=200))
-    graphs = engine.runner.graphs = Eager(engine.runner)
-    engine.runner.last_tokens = graphs.last_tokens
+    graphs, _ = use_graphs(engine.runner)
     engine.runner.runs_ahead = runs_ahead
     names = ("text_short", "image_rgba", "system_prompt", "multi_turn")
     for _ in range(2):

@@ -7,8 +7,7 @@ chunks. On a CPU what there is of it, and a few tokens by the Triton kernels, in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -55,22 +54,6 @@ def poison(*owners: object) -> None:
                     tensor.fill_(torch.nan)
 
 
-@pytest.fixture
-def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `torch.empty` gives is NaN, or the largest whole number."""
-
-    def poisoned(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        elif tensor.dtype in (torch.int32, torch.int64):
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
-        return tensor
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, partial(poisoned, getattr(torch, name)))
-
-
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_is_read_that_nobody_wrote(variant: str) -> None:
@@ -78,7 +61,7 @@ def test_nothing_is_read_that_nobody_wrote(variant: str) -> None:
     runner = engine.runner
     for chunk in (2048, 100):
         engine.scheduler.prefill_chunk_tokens = chunk
-        poison(runner, runner.graphs, runner.vision_graphs)
+        poison(runner, runner.graphs, runner.prompt_graphs, runner.vision_graphs)
         check(engine, variant)
     if DEVICE == "cpu":  # where prompts otherwise go the way of decodes
         runner.batch_invariant = False
@@ -106,11 +89,11 @@ def test_interpreted_kernels_give_the_same_text(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_backends_graphs_and_chunks_give_the_same_text(variant: str, backend: str) -> None:
     engine = make_engine(variant, attention_backend=backend)
-    for graphs in (engine.runner.graphs, None):
-        engine.runner.graphs = graphs
+    for _ in range(2):
         for chunk in (2048, 100):
             engine.scheduler.prefill_chunk_tokens = chunk
             check(engine, variant)
+        engine.runner.graphs = engine.runner.prompt_graphs = None
 
 
 @needs_gpu

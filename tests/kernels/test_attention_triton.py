@@ -162,6 +162,50 @@ def test_prefill_of_any_lengths(dtype: torch.dtype, rope: int, query_lens: list[
     assert_near(out, expected)
 
 
+@pytest.mark.parametrize("backend", [AttentionBackend.TRITON, AttentionBackend.TORCH])
+@pytest.mark.parametrize(
+    ("query_lens", "key_lens"), [([3, 0, 40, 1, 0], [3, 0, 100, 70, 0]), ([0, 0], [0, 0]), ([64], [64])]
+)
+def test_prefill_of_lengths_that_only_the_device_knows(
+    backend: AttentionBackend, query_lens: list[int], key_lens: list[int]
+) -> None:
+    """Nobody's rows before and behind, of NaN; they stay as they are in the result."""
+    heads, dim, rope, before, behind = 2, 32, 16, 5, 70
+    first, last, seen = before, before + sum(query_lens), sum(key_lens)
+    query = torch.full((last + behind, heads, dim + rope), torch.nan, device=DEVICE)
+    query[first:last] = torch.randn(last - first, heads, dim + rope)
+    sides = [torch.full((seen + behind, *shape), torch.nan, device=DEVICE) for shape in ((heads, 2 * dim), (rope,))]
+    for side in sides:
+        side[:seen] = torch.randn(side[:seen].shape)
+    (key, value), key_rope = sides[0].split(dim, dim=-1), sides[1]
+    out = torch.full((len(query), heads, dim), 7.0, device=DEVICE)
+    prefill_attention(
+        query,
+        key,
+        value,
+        key_rope,
+        query_lens=None,
+        key_lens=None,
+        cu_query_lens=(running_sum(query_lens) + before).to(torch.int32).to(DEVICE),
+        cu_key_lens=running_sum(key_lens).to(DEVICE),
+        scale=0.3,
+        backend=backend,
+        out=out,
+    )
+    assert (out[:first] == 7).all() and (out[last:] == 7).all()
+    if seen:
+        whole = torch.cat((key, key_rope[:, None].expand(-1, heads, -1)), dim=-1).double()
+        expected = prefill_attention_reference(
+            query[first:last].double(),
+            whole[:seen],
+            value[:seen].double(),
+            query_lens=query_lens,
+            key_lens=key_lens,
+            scale=0.3,
+        )
+        assert_near(out[first:last], expected)
+
+
 def test_prefill_of_more_sequences_than_a_program_looks_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.prefill_triton.SEQUENCES", 4)
     lens = [1, 40, 2, 33, 3, 1, 35, 2, 1]
@@ -235,21 +279,23 @@ class TestOnAGpu:
 
         monkeypatch.setattr("kernels.attention_backend.flash_function", function)
 
+    def test_triton_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, AttentionBackend.FLASH_2, AttentionBackend.FLASH_4)
+        assert self.choose("auto") is self.choose("triton") is AttentionBackend.TRITON
+
     def test_the_newest_flash_attention_that_serves_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(monkeypatch, AttentionBackend.FLASH_2, AttentionBackend.FLASH_4)
-        assert self.choose("auto") is self.choose("flash-attn") is AttentionBackend.FLASH_4
+        assert self.choose("flash-attn") is AttentionBackend.FLASH_4
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        assert self.choose("auto") is AttentionBackend.FLASH_2
-
-    def test_without_flash_attention_triton_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.choose("flash-attn") is AttentionBackend.FLASH_2
         self.install(monkeypatch)
-        assert self.choose("auto") is self.choose("triton") is AttentionBackend.TRITON
         with pytest.raises(BackendError, match="No module named 'flash_attn'"):
             self.choose("flash-attn")
 
     def test_numbers_and_widths_that_a_backend_cannot_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(monkeypatch, AttentionBackend.FLASH_4)
         assert self.choose("auto", dtype=torch.float32) is AttentionBackend.TRITON
+        assert self.choose("auto", parts=(96,), value_dim=96) is AttentionBackend.FLASH_4
         assert self.choose("auto", parts=(24,), value_dim=24) is AttentionBackend.TORCH
         with pytest.raises(BackendError, match="16-bit numbers, not float32"):
             self.choose("flash-attn", dtype=torch.float32)
