@@ -12,6 +12,7 @@ from kernels.bench.measure import Case, Work, copies, relative_error
 from kernels.bench.setups import Setup
 from kernels.prefill_attention import prefill_attention, prefill_attention_reference
 
+MOST_PROMPTS = 64
 Prompts = tuple[tuple[int, int], ...]
 
 
@@ -22,8 +23,14 @@ def cases(setup: Setup) -> Iterator[Case]:
             continue
         for backend in backends(setup, mla):
             for prompts in setup.sizes.prompts:
-                kind = f"{'mla' if mla else 'mha'} prefill, {backend.value}"
-                yield Case(kind, name_of(prompts), partial(prefill, setup, mla, backend, prompts), setup.tolerance)
+                kind, case = (
+                    f"{'mla' if mla else 'mha'} prefill, {backend.value}",
+                    partial(prefill, setup, mla, backend),
+                )
+                yield Case(kind, name_of(prompts), partial(case, prompts), setup.tolerance)
+                if backend is AttentionBackend.TRITON:
+                    shape = f"{name_of(prompts)}, captured"
+                    yield Case(kind, shape, partial(case, prompts, captured=True), setup.tolerance)
 
 
 def backends(setup: Setup, mla: bool) -> list[AttentionBackend]:
@@ -49,7 +56,8 @@ def name_of(prompts: Prompts) -> str:
     return f"{count} x {new}" + (f" on {cached} cached" if cached else "")
 
 
-def prefill(setup: Setup, mla: bool, backend: AttentionBackend, prompts: Prompts) -> Work:
+def prefill(setup: Setup, mla: bool, backend: AttentionBackend, prompts: Prompts, *, captured: bool = False) -> Work:
+    """captured: as a graph has it, the lengths on the device and room for MOST_PROMPTS of them."""
     geometry = setup.geometry if mla else setup.heads
     heads, value_width, rope = geometry.heads, geometry.value, geometry.rope if mla else 0
     width = geometry.nope if mla else geometry.value
@@ -59,7 +67,8 @@ def prefill(setup: Setup, mla: bool, backend: AttentionBackend, prompts: Prompts
     row_bytes = (heads * (width + value_width) + rope) * setup.dtype.itemsize
     sides = [_keys_and_values(setup, mla, keys) for _ in range(copies(keys * row_bytes, most=4))]
     rotated = setup.random(keys, rope) if mla else None
-    cu_query_lens, cu_key_lens = (_running_sum(lengths) for lengths in (query_lens, key_lens))
+    empty = [0] * (MOST_PROMPTS - len(prompts) if captured else 0)
+    cu_query_lens, cu_key_lens = (_running_sum(lengths + empty) for lengths in (query_lens, key_lens))
     scale = (width + rope) ** -0.5
     calls = [
         partial(
@@ -67,12 +76,13 @@ def prefill(setup: Setup, mla: bool, backend: AttentionBackend, prompts: Prompts
             query,
             *side,
             rotated,
-            query_lens=query_lens,
-            key_lens=key_lens,
+            query_lens=None if captured else query_lens,
+            key_lens=None if captured else key_lens,
             cu_query_lens=cu_query_lens,
             cu_key_lens=cu_key_lens,
             scale=scale,
             backend=backend,
+            out=torch.empty(tokens, heads, value_width, dtype=setup.dtype) if captured else None,
         )
         for side in sides
     ]
