@@ -34,11 +34,10 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = TensorDescriptor = _Absent()
+    triton = tl = _Absent()
 
-__all__ = ["TensorDescriptor", "has_triton", "pdl", "tl", "triton", "use_triton"]
+__all__ = ["has_triton", "pdl", "tl", "triton", "use_triton"]
 
 
 def has_triton() -> bool:

@@ -11,42 +11,24 @@ integer type. Cost: each cached row read once (1152 bytes at full size in bfloat
 4 * heads * (rank + rope / 2) operations on it; bound by bandwidth up to some hundred heads.
 A row with context_lens 0 gives zeros.
 
-The Triton form is split-KV flash decoding (kernels/split_kv.py). Its products have the tokens as their rows,
+The Triton form is split-KV flash decoding (kernels/split_kv.py). Both of its products,
 
-    scores^T = rows query^T        acc^T += rows[:, :rank]^T weights^T
+    scores = query rows^T        acc += weights rows[:, :rank]
 
-because Hopper's matrix units want many rows, which a page has and a few heads have not; both then read the cache rows
-from shared memory, where a tensor descriptor's copy puts them once, and which take no registers.
+have the heads as their rows, 16 or 32, which is what one instruction of the matrix units takes (not Hopper's widest,
+which wants 64), and read the cache rows from shared memory, where asynchronous copies put the blocks to come while this
+one is multiplied. A block of 32 tokens is 36 KiB: two programs with two blocks each keep 74 KB in flight on each
+multiprocessor, more than the 20 KB that its share of the bandwidth needs at a latency of 1000 cycles.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.expect import FLOATS, INTEGERS, expect, expect_rows
-from kernels.lang import TensorDescriptor, pdl, tl, triton, use_triton
+from kernels.lang import pdl, tl, triton, use_triton
 from kernels.paged_blocks import mla_decode_blocks
 from kernels.split_kv import LENGTHS, LOG2_E, combine_pieces, empty_pieces, find_run, num_programs
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the kernel is compiled and launched."""
-
-    tokens: int
-    """Tokens that a program looks at together; a page is a multiple of them."""
-    heads: int
-    """Heads of a program."""
-    resident: int
-    """Programs that a multiprocessor holds at a time; while one waits for memory another computes."""
-
-
-HALF = Form(tokens=32, heads=16, resident=2)
-"""64 tokens would be the matrix units' shape, but Triton 3.6 then compiles reads beyond shared memory's end."""
-_FLOAT = Form(tokens=16, heads=16, resident=2)
-REST = 16
-"""Tokens at a time of a block that is not full."""
+from kernels.tiles import DecodeForm, decode_plan_for
 
 
 def mla_decode(
@@ -99,13 +81,14 @@ def mla_decode_triton(
     context_lens: Tensor,
     *,
     scale: float,
-    form: Form | None = None,
+    form: DecodeForm | None = None,
     whole: bool = False,
 ) -> Tensor:
-    """As `mla_decode`. whole: a program for each sequence."""
+    """As `mla_decode`. whole: a program for each sequence, in the form that serves any number of them."""
     (batch, heads, rank), rope = query_latent.shape, query_rope.shape[-1]
     page = kv_cache.shape[1]
-    form = form or (HALF if query_latent.dtype.itemsize == 2 else _FLOAT)
+    plan = decode_plan_for(query_latent, rope)
+    form = form or (plan.steps[-1].form if whole else plan.form(batch))
     if page % form.tokens:
         raise ValueError(f"a page of {page} tokens is no multiple of {form.tokens}")
     device, dtype = query_latent.device, query_latent.dtype
@@ -116,11 +99,10 @@ def mla_decode_triton(
     expect("context_lens", context_lens, (batch,), *INTEGERS)
     groups = triton.cdiv(heads, form.heads)
     most = batch * block_table.shape[1] * (page // form.tokens)
-    programs = batch if whole else num_programs(device, most, form.resident / groups)
+    programs = batch if whole else num_programs(device, most, form.programs / groups)
     pieces = empty_pieces(1 if whole else programs + batch, heads, rank, device)
     out = torch.empty(batch, heads, rank, dtype=dtype, device=device)
     _attend[(groups, programs)](
-        TensorDescriptor.from_tensor(kv_cache.view(-1, rank + rope), [form.tokens, rank]),
         kv_cache,
         query_latent,
         query_rope,
@@ -142,12 +124,11 @@ def mla_decode_triton(
         ROPE=rope,
         PAGE=page,
         TOKENS=form.tokens,
-        REST=REST,
         HEADS=form.heads,
+        STAGES=form.stages,
         LENS=LENGTHS,
         WHOLE=whole,
-        num_warps=4,
-        num_stages=1,
+        num_warps=form.warps,
         **pdl(query_latent),
     )
     combine_pieces(pieces, context_lens, out, programs=1 if whole else programs, tokens=form.tokens)
@@ -163,7 +144,6 @@ def _fits_triton(query_latent: Tensor, query_rope: Tensor) -> bool:
 
 @triton.jit
 def _attend(
-    latents,
     kv_cache,
     query_latent,
     query_rope,
@@ -185,16 +165,13 @@ def _attend(
     ROPE: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
-    REST: tl.constexpr,
     HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
     LENS: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program's run of blocks, HEADS heads: for each sequence in it a running softmax over its tokens.
-
-    latents: a descriptor of the cache's rows, in blocks of TOKENS by RANK.
-    """
+    """One program's run of blocks, HEADS heads: for each sequence in it a running softmax over its tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -204,8 +181,8 @@ def _attend(
     channel = tl.arange(0, RANK)
     part = tl.arange(0, ROPE)
     place = tl.arange(0, TOKENS)
-    few = tl.arange(0, REST)
     width: tl.constexpr = RANK + ROPE
+    row_offsets = place[:, None] * width
 
     first, last, sequence, before = find_run(program, tl.num_programs(1), context_lens, batch, TOKENS, LENS, WHOLE)
     while (before < last) & (first < last):
@@ -217,65 +194,39 @@ def _attend(
         if begin < end:
             latent_queries = query_latent + row * latent_stride + head[:, None] * latent_head_stride
             rope_queries = query_rope + row * rope_stride + head[:, None] * rope_head_stride
-            q_latent = tl.trans(tl.load(latent_queries + channel[None, :], mask=known[:, None], other=0.0))
-            q_rope = tl.trans(tl.load(rope_queries + part[None, :], mask=known[:, None], other=0.0))
+            q_latent = tl.load(latent_queries + channel[None, :], mask=known[:, None], other=0.0)
+            q_rope = tl.load(rope_queries + part[None, :], mask=known[:, None], other=0.0)
             table = block_table + row * table_stride
 
             maximum = tl.full((HEADS,), float("-inf"), tl.float32)
-            sum = tl.zeros((HEADS,), tl.float32)
-            acc = tl.zeros((RANK, HEADS), tl.float32)
-            slot = _first_slot(table, begin, PAGE, TOKENS)
-            full = tl.minimum(length // TOKENS, end)
-            for block in tl.range(begin, full, num_stages=1):
-                rows = kv_cache + (slot + place[:, None]).to(tl.int64) * width
-                keys_rope = tl.load(rows + RANK + part[None, :])
-                keys = latents.load([slot, 0])
-                slot = _first_slot(table, tl.minimum(block + 1, end - 1), PAGE, TOKENS)
-                scores = _scores(keys, keys_rope, q_latent, q_rope) * scale
-                maximum, sum, acc = _add_block(scores, keys, maximum, sum, acc)
-            # What lies behind a sequence in its last page may be no number, which a weight of zero would not hide:
-            # the tokens of a block that is not full go by few at a time, and are read with a mask.
-            for token in tl.range(
-                tl.maximum(begin, full) * TOKENS, tl.minimum(end * TOKENS, length), REST, num_stages=3
-            ):
-                used = (token + few < length)[:, None]
-                rows = kv_cache + (slot + token % TOKENS + few[:, None]).to(tl.int64) * width
-                keys = tl.load(rows + channel[None, :], mask=used, other=0.0)
-                keys_rope = tl.load(rows + RANK + part[None, :], mask=used, other=0.0)
-                scores = _scores(keys, keys_rope, q_latent, q_rope)
-                scores = tl.where(used, scores * scale, float("-inf"))
-                maximum, sum, acc = _add_block(scores, keys, maximum, sum, acc)
+            # Summed over a block's tokens only at the end, as that takes a barrier of all warps.
+            sum = tl.zeros((HEADS, TOKENS), tl.float32)
+            acc = tl.zeros((HEADS, RANK), tl.float32)
+            for block in tl.range(begin, end, num_stages=STAGES):
+                slot = tl.load(table + block * TOKENS // PAGE).to(tl.int64) * PAGE + block * TOKENS % PAGE
+                rows = kv_cache + slot * width
+                # What lies behind a sequence in its last page may be no number, which a weight of zero would not hide.
+                used = block * TOKENS + place < length
+                keys = tl.load(rows + row_offsets + channel[None, :], mask=used[:, None], other=0.0)
+                keys_rope = tl.load(rows + row_offsets + RANK + part[None, :], mask=used[:, None], other=0.0)
+                scores = tl.dot(q_rope, tl.trans(keys_rope), input_precision="ieee")
+                scores = tl.dot(q_latent, tl.trans(keys), scores, input_precision="ieee")
+                scores = tl.where(used[None, :], scores * scale, float("-inf"))
+                new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_maximum[:, None])
+                shrink = tl.exp2(maximum - new_maximum)[:, None]
+                acc = tl.dot(weights.to(keys.dtype), keys, acc * shrink, input_precision="ieee")
+                sum = sum * shrink + weights
+                maximum = new_maximum
 
+            total = tl.sum(sum, 1)
             if end - begin == blocks:
-                target = out + (row * heads + head)[None, :] * RANK + channel[:, None]
-                tl.store(target, (acc / sum[None, :]).to(out.dtype.element_ty), mask=known[None, :])
+                target = out + (row * heads + head)[:, None] * RANK + channel[None, :]
+                tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=known[:, None])
             else:
                 cell = (program + row) * heads + head
-                tl.store(accumulators + cell[None, :] * RANK + channel[:, None], acc, mask=known[None, :])
+                tl.store(accumulators + cell[:, None] * RANK + channel[None, :], acc, mask=known[:, None])
                 tl.store(maxima + cell, maximum, mask=known)
-                tl.store(sums + cell, sum, mask=known)
+                tl.store(sums + cell, total, mask=known)
         before += blocks
         sequence += 1
-
-
-@triton.jit
-def _first_slot(table, block, PAGE: tl.constexpr, TOKENS: tl.constexpr):
-    """The cache row of a block's first token."""
-    return (tl.load(table + block * TOKENS // PAGE) * PAGE + block * TOKENS % PAGE).to(tl.int32)
-
-
-@triton.jit
-def _scores(keys, keys_rope, q_latent, q_rope):
-    """[TOKENS, HEADS]"""
-    scores = tl.dot(keys, q_latent, input_precision="ieee")
-    return tl.dot(keys_rope, q_rope, scores, input_precision="ieee")
-
-
-@triton.jit
-def _add_block(scores, keys, maximum, sum, acc):
-    """The running softmax over one block more: maximum and sum [HEADS], acc [RANK, HEADS]."""
-    new_maximum = tl.maximum(maximum, tl.max(scores, 0))
-    weights = tl.exp2(scores - new_maximum[None, :])
-    shrink = tl.exp2(maximum - new_maximum)
-    acc = tl.dot(tl.trans(keys), weights.to(keys.dtype), acc * shrink[None, :], input_precision="ieee")
-    return new_maximum, sum * shrink + tl.sum(weights, 0), acc

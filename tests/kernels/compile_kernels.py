@@ -5,6 +5,7 @@ they cannot be compiled. Prints a line for each kernel: its name and those of th
 ValueError for a kernel that takes more shared memory than there is, or that does not wait for the one before it.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from kernels import (
     sample_triton,
     split_kv,
 )
-from kernels.tiles import FOLDER, Tiles, TileStep, default_plan, load_table
+from kernels.tiles import FOLDER, Tiles, TileStep, default_decode_plan, default_plan, load_table
 from tests.kernels import dependent_launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -45,7 +46,6 @@ POINTERS = {
     "expert_ids": "*i64",
     "order": "*i32",
     "starts": "*i32",
-    "latents": f"tensordesc<bf16[{mla_decode.HALF.tokens}, 512]>",
     "cu_query_lens": "*i32",
     "cu_key_lens": "*i32",
     "accumulators": "*fp32",
@@ -173,15 +173,19 @@ def main() -> None:
 def compile_attention() -> None:
     cached = ["query_latent", "query_rope", "query", "kv_cache", "out"]
     lengths = {"LENS": split_kv.LENGTHS, "PDL": True}
-    form = mla_decode.HALF
-    sizes = {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": form.tokens, "REST": mla_decode.REST, "HEADS": form.heads}
-    for whole in (False, True):
-        compile_kernel(mla_decode._attend, sizes | lengths | {"WHOLE": whole}, cached, num_warps=4, num_stages=1)
+    plans = [default_decode_plan(heads, torch.bfloat16) for heads in (16, 32)]
+    for path in FOLDER.glob("*.json"):
+        plans += load_table(path).mla_decode.values()
+    forms = {step.form for plan in plans for step in plan.steps}
+    for form in forms:
+        sizes = {"RANK": 512, "ROPE": 64, "PAGE": 64, "TOKENS": form.tokens, "HEADS": form.heads, "STAGES": form.stages}
+        for whole in (False, True):
+            compile_kernel(mla_decode._attend, sizes | lengths | {"WHOLE": whole}, cached, num_warps=form.warps)
     sizes = {"DIM": 128, "PAGE": 64, "TOKENS": mha_decode.TOKENS, "STAGES": mha_decode.STAGES}
     for whole in (False, True):
         compile_kernel(mha_decode._attend_head, sizes | lengths | {"WHOLE": whole}, cached, num_warps=4)
-    for part in (128, 512):
-        sizes = {"TOKENS": form.tokens, "PIECES": split_kv.PIECES, "PART": part}
+    for part, tokens in itertools.product((128, 512), {form.tokens for form in forms}):
+        sizes = {"TOKENS": tokens, "PIECES": split_kv.PIECES, "PART": part}
         compile_kernel(split_kv._combine, sizes | lengths, ["out"], num_warps=4)
     half = prefill_triton.HALF
     for rope in (64, 0):
@@ -195,7 +199,7 @@ def compile_experts() -> None:
     """With every tile shape of the default plan and of the tables, at small's width."""
     plans = [default_plan(torch.bfloat16)]
     for path in FOLDER.glob("*.json"):
-        plans += load_table(path).values()
+        plans += load_table(path).experts.values()
     pdl, shape = {"PDL": True}, {"TOPK": 8, "DEPTH": 2048}
     products: set[tuple[bool, Tiles]] = set()
     for step in (step for plan in plans for step in plan.steps):

@@ -10,10 +10,10 @@ from kernels import split_kv
 from kernels.attention_backend import AttentionBackend, AttentionSetting, BackendError, choose_backend
 from kernels.latent_write import write_latents_reference, write_latents_triton
 from kernels.mha_decode import mha_decode_reference, mha_decode_triton
-from kernels.mla_decode import Form as DecodeForm
 from kernels.mla_decode import mla_decode_reference, mla_decode_triton
 from kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from kernels.prefill_triton import Form, prefill_triton
+from kernels.tiles import DecodeForm
 from tests.kernels.test_decode import LENGTHS, running_sum, scatter
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
@@ -54,7 +54,7 @@ def test_mla_decode_of_any_lengths_and_programs(
 ) -> None:
     """Sequences within one program's run and cut between several; heads that fill no whole block."""
     rank, rope = 64, 16
-    form = DecodeForm(tokens=64, heads=16, resident=-(-heads // 16))
+    form = DecodeForm(tokens=64, heads=16, warps=4, stages=4, programs=-(-heads // 16))
     deal(monkeypatch, programs)
     kv_cache, table, context_lens = cached(lengths, rank + rope, dtype)
     latent = torch.randn(len(lengths), heads, rank, dtype=dtype, device=DEVICE)
