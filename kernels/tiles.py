@@ -110,7 +110,7 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ExpertsGeometry:
     """What a plan of experts was made for: `experts` counts the shared ones too."""
 
     experts: int
@@ -119,10 +119,10 @@ class Geometry:
     dtype: str
 
     @staticmethod
-    def of(gate_up: Tensor) -> "Geometry":
+    def of(gate_up: Tensor) -> "ExpertsGeometry":
         """Of weights [experts, 2 * inner, hidden]."""
         experts, doubled, hidden = gate_up.shape
-        return Geometry(experts, hidden, doubled // 2, str(gate_up.dtype).removeprefix("torch."))
+        return ExpertsGeometry(experts, hidden, doubled // 2, str(gate_up.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LatentGeometry:
 class Table:
     """A GPU's plans."""
 
-    experts: dict[Geometry, ExpertsPlan] = field(default_factory=dict)
+    experts: dict[ExpertsGeometry, ExpertsPlan] = field(default_factory=dict)
     mla_decode: dict[LatentGeometry, DecodePlan] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ def plan_for(gate_up: Tensor) -> ExpertsPlan:
 
     Raises TilesError when the GPU's table cannot be used.
     """
-    return table_of(gate_up.device).experts.get(Geometry.of(gate_up)) or default_plan(gate_up.dtype)
+    return table_of(gate_up.device).experts.get(ExpertsGeometry.of(gate_up)) or default_plan(gate_up.dtype)
 
 
 def decode_plan_for(query_latent: Tensor, rope: int) -> DecodePlan:
@@ -220,7 +220,7 @@ def load_table(path: Path) -> Table:
     try:
         table = json.loads(path.read_text())
         return Table(
-            {_numbers(Geometry, entry["geometry"]): _plan(entry["steps"]) for entry in table["experts"]},
+            {_numbers(ExpertsGeometry, entry["geometry"]): _plan(entry["steps"]) for entry in table["experts"]},
             {
                 _numbers(LatentGeometry, entry["geometry"]): _decode_plan(entry["steps"])
                 for entry in table["mla_decode"]

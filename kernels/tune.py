@@ -1,11 +1,13 @@
-"""Find the experts' fastest tiles on this GPU and write its table: `python -m kernels.tune [--experts 66 ...]`.
+"""Find the fastest tiles of experts and latent attention on this GPU: `python -m kernels.tune [--model small]`.
 
-For each token count every candidate that suits it is timed (medians of graph replays over weights that rotate through
-more memory than the cache holds), the best of each product taken, and strips held against tiles. Takes some seconds a
-token count, the first time with compilation. A table's plans for other geometries stay.
+For each number of tokens, or sequences, every candidate that suits it is timed (medians of graph replays over weights
+and cache rows that rotate through more memory than the cache holds) and the best taken; of experts strips are held
+against tiles. Takes some seconds a number, the first time with compilation. The table's plans for other geometries
+stay.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -15,18 +17,26 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from kernels.bench.decode import mla
 from kernels.bench.measure import timed
+from kernels.bench.setups import FULL, GEOMETRIES, Geometry, Setup, Tower
 from kernels.lang import triton
+from kernels.mla_decode import mla_decode_triton
 from kernels.moe import moe_experts_triton
 from kernels.moe_products import product, sort_by_expert
 from kernels.tiles import (
     FOLDER,
     MOST_STRIP_PAIRS,
+    DecodeForm,
+    DecodePlan,
+    DecodeStep,
+    ExpertsGeometry,
     ExpertsPlan,
-    Geometry,
+    LatentGeometry,
     Step,
     Strips,
     StripStep,
+    Table,
     Tiles,
     TileStep,
     dump_table,
@@ -36,6 +46,10 @@ from kernels.tiles import (
 
 _T = TypeVar("_T")
 
+SEQUENCES = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (384, 2048)
+LAYERS = 4
+"""Sets of experts' weights to rotate through."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 STRIPS = tuple(Strips(*sides) for sides in ((1, 4), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)))
 GATE_UP = tuple(
@@ -76,38 +90,90 @@ DOWN = tuple(
 )
 
 
+FORMS = tuple(
+    DecodeForm(*sides)
+    for sides in (
+        (16, 16, 4, 4, 2),
+        (16, 16, 4, 6, 2),
+        (16, 16, 4, 8, 2),
+        (32, 16, 4, 4, 2),
+        (32, 16, 4, 6, 2),
+        (32, 16, 8, 6, 1),
+        (32, 16, 8, 8, 1),
+        (64, 16, 4, 4, 2),
+        (64, 16, 8, 4, 1),
+        (64, 16, 8, 6, 1),
+        (16, 32, 8, 6, 1),
+        (32, 32, 8, 4, 1),
+        (32, 32, 8, 6, 1),
+        (64, 32, 8, 4, 1),
+    )
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts", type=int, default=66, help="the shared ones too")
-    parser.add_argument("--shared", type=int, default=2)
-    parser.add_argument("--topk", type=int, default=6, help="routed experts a token")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inner", type=int, default=1408)
-    parser.add_argument("--layers", type=int, default=4, help="sets of weights to rotate through")
-    arguments = parser.parse_args()
+    parser.add_argument("--model", choices=tuple(GEOMETRIES), default="small", help="whose widths")
+    geometry = GEOMETRIES[parser.parse_args().model]
     torch.manual_seed(0)
     torch.set_default_device("cuda")
     gpu = torch.cuda.get_device_name()
+    print(f"{gpu}, torch {torch.__version__}, triton {triton.__version__}")
+    path = table_path(gpu)
+    table = load_table(path) if path.exists() else Table()
+    dtype = str(torch.bfloat16).removeprefix("torch.")
+    if geometry.rank:
+        latents = LatentGeometry(geometry.heads, geometry.rank, geometry.rope, dtype)
+        table.mla_decode[latents] = best_decode_plan(geometry)
+    experts = ExpertsGeometry(geometry.experts + geometry.shared, geometry.hidden, geometry.inner, dtype)
+    table.experts[experts] = best_experts_plan(geometry)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump_table(table, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
+    print(f"written to {path}")
+
+
+def best_decode_plan(geometry: Geometry) -> DecodePlan:
+    """For each number of sequences the form with the least geometric mean of its times at short and long contexts."""
+    setup = Setup(geometry, geometry, Tower(), FULL, torch.bfloat16)
+
+    def seconds(sequences: int, form: DecodeForm) -> float:
+        times = []
+        for context in CONTEXTS:
+            work = mla(setup, (context,) * sequences, partial(mla_decode_triton, form=form))
+            times.append(timed(work.calls))
+            if (error := work.error()) > setup.tolerance:
+                print(f"left out, as it computes {sequences} x {context} with an error of {error:.1e}: {form}")
+                return math.inf
+        return math.prod(times) ** (1 / len(times))
+
+    steps = [
+        DecodeStep(
+            sequences, fastest(f"attention, {sequences} sequences", partial(seconds, sequences), forms_for(geometry))
+        )
+        for sequences in SEQUENCES
+    ]
+    return DecodePlan((*steps[:-1], replace(steps[-1], sequences=None)))
+
+
+def forms_for(geometry: Geometry) -> list[DecodeForm]:
+    """Those that have no more heads than there are, or the fewest that the matrix units take."""
+    return [form for form in FORMS if form.heads <= max(16, geometry.heads)]
+
+
+def best_experts_plan(geometry: Geometry) -> ExpertsPlan:
+    experts = geometry.experts + geometry.shared
     layers = [
         (
-            random(arguments.experts, 2 * arguments.inner, arguments.hidden, std=0.02),
-            random(arguments.experts, arguments.hidden, arguments.inner, std=0.02),
+            random(experts, 2 * geometry.inner, geometry.hidden, std=0.02),
+            random(experts, geometry.hidden, geometry.inner, std=0.02),
         )
-        for _ in range(arguments.layers)
+        for _ in range(LAYERS)
     ]
-    print(f"{gpu}, torch {torch.__version__}, triton {triton.__version__}")
     steps = []
     for tokens in TOKENS:
-        routes = [choose(tokens, arguments.experts, arguments.shared, arguments.topk) for _ in layers]
+        routes = [choose(tokens, experts, geometry.shared, geometry.topk) for _ in layers]
         steps.append(best_step(tokens, layers, routes))
-    steps[-1] = replace(steps[-1], tokens=None)
-
-    path = table_path(gpu)
-    plans = load_table(path) if path.exists() else {}
-    plans[Geometry.of(layers[0][0])] = ExpertsPlan(tuple(steps))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_table(plans, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
-    print(f"written to {path}")
+    return ExpertsPlan((*steps[:-1], replace(steps[-1], tokens=None)))
 
 
 def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -129,24 +195,30 @@ def best_step(tokens: int, layers: list[tuple[Tensor, Tensor]], routes: list[tup
     sorts = [sort_by_expert(ids, experts) for ids, _ in routes]
     rows = tokens * topk / experts
 
-    def first(tiles: Tiles) -> list[Callable[[], object]]:
-        return [
-            partial(product, x, gate_up, *sort, topk, tiles, gated=True)
-            for (gate_up, _), sort in zip(layers, sorts, strict=True)
-        ]
+    def first(tiles: Tiles) -> float:
+        return timed(
+            [
+                partial(product, x, gate_up, *sort, topk, tiles, gated=True)
+                for (gate_up, _), sort in zip(layers, sorts, strict=True)
+            ]
+        )
 
-    def second(tiles: Tiles) -> list[Callable[[], object]]:
-        return [
-            partial(product, activated, down, *sort, topk, tiles, gated=False)
-            for (_, down), sort in zip(layers, sorts, strict=True)
-        ]
+    def second(tiles: Tiles) -> float:
+        return timed(
+            [
+                partial(product, activated, down, *sort, topk, tiles, gated=False)
+                for (_, down), sort in zip(layers, sorts, strict=True)
+            ]
+        )
 
-    def whole(step: Step) -> list[Callable[[], object]]:
+    def whole(step: Step) -> float:
         plan = ExpertsPlan((step,))
-        return [
-            partial(moe_experts_triton, x, *weights, *route, plan)
-            for weights, route in zip(layers, routes, strict=True)
-        ]
+        return timed(
+            [
+                partial(moe_experts_triton, x, *weights, *route, plan)
+                for weights, route in zip(layers, routes, strict=True)
+            ]
+        )
 
     gate_up = fastest(f"{tokens} tokens, gate and up", first, (t for t in GATE_UP if suits(t, rows)))
     down = fastest(f"{tokens} tokens, down", second, (t for t in DOWN if suits(t, rows)))
@@ -165,17 +237,17 @@ def suits(tiles: Tiles, rows: float) -> bool:
     return min(64, rows / 2) <= tiles.rows <= max(16, 4 * rows)
 
 
-def fastest(what: str, calls: Callable[[_T], list[Callable[[], object]]], candidates: Iterable[_T]) -> _T:
-    """The candidate whose calls take least; those that the GPU cannot hold are left out."""
+def fastest(what: str, seconds: Callable[[_T], float], candidates: Iterable[_T]) -> _T:
+    """The candidate that takes least; those that the GPU cannot hold are left out."""
     times: list[tuple[float, _T]] = []
     for candidate in candidates:
         try:
-            times.append((timed(calls(candidate)), candidate))
+            times.append((seconds(candidate), candidate))
         except OutOfResources:
             continue
     times.sort(key=lambda pair: pair[0])
-    for seconds, candidate in times[:3]:
-        print(f"{what:28} {seconds * 1e6:9.1f} us  {candidate}", flush=True)
+    for time, candidate in times[:3]:
+        print(f"{what:28} {time * 1e6:9.1f} us  {candidate}", flush=True)
     return times[0][1]
 
 

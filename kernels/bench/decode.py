@@ -1,6 +1,6 @@
 """Cases of decode attention, and of what stands before and behind it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -69,13 +69,13 @@ class Pages:
         return rows[: self.context_lens[sequence]].double()
 
 
-def mla(setup: Setup, lengths: tuple[int, ...]) -> Work:
+def mla(setup: Setup, lengths: tuple[int, ...], decode: Callable[..., Tensor] = mla_decode) -> Work:
     geometry, batch = setup.geometry, len(lengths)
     pages, scale = Pages(setup, lengths, geometry.rank + geometry.rope), (geometry.nope + geometry.rope) ** -0.5
     latent = setup.random(batch, geometry.heads, geometry.rank)
     rope = setup.random(batch, geometry.heads, geometry.rope)
     calls = [
-        partial(mla_decode, latent, rope, cache, pages.table, pages.context_lens, scale=scale) for cache in pages.caches
+        partial(decode, latent, rope, cache, pages.table, pages.context_lens, scale=scale) for cache in pages.caches
     ]
 
     def error() -> float:

@@ -10,7 +10,7 @@ import torch
 
 from kernels.tiles import (
     FOLDER,
-    Geometry,
+    ExpertsGeometry,
     LatentGeometry,
     StripStep,
     Table,
@@ -26,7 +26,7 @@ from kernels.tiles import (
 )
 
 TABLE = Table(
-    experts={Geometry(experts=66, hidden=2048, inner=1408, dtype="bfloat16"): default_plan(torch.bfloat16)},
+    experts={ExpertsGeometry(experts=66, hidden=2048, inner=1408, dtype="bfloat16"): default_plan(torch.bfloat16)},
     mla_decode={
         LatentGeometry(heads, rank=512, rope=64, dtype="bfloat16"): default_decode_plan(heads, torch.bfloat16)
         for heads in (16, 32)
