@@ -63,6 +63,7 @@ def product(
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         GROUP=tiles.group,
+        AHEAD=tiles.ahead,
         EVEN=in_width % tiles.depth == 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -117,6 +118,7 @@ def _product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -130,7 +132,7 @@ def _product(
     ends = tl.cumsum(blocks, 0)
     total = tl.max(ends, 0)
     column_tiles = tl.cdiv(out_width, COLUMNS)
-    for tile in range(tl.program_id(0), total * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total * column_tiles, tl.num_programs(0), flatten=AHEAD):
         # GROUP row blocks by all columns, the row blocks side by side.
         group = tile // (GROUP * column_tiles)
         within_group = tile - group * GROUP * column_tiles

@@ -39,6 +39,8 @@ class Tiles:
     """Row blocks that are computed side by side, so that they read a weight tile while the cache has it."""
     programs: int
     """Programs for each multiprocessor; they share the tiles out evenly."""
+    ahead: bool = False
+    """Whether a program fetches the first blocks of its next tile while it ends one, for some registers more."""
 
 
 @dataclass(frozen=True)
@@ -304,12 +306,14 @@ def _step(entry: dict[str, Any]) -> Step:
 
 
 def _numbers(kind: type[_T], entry: dict[str, Any]) -> _T:
-    """A dataclass of positive whole numbers (`dtype` aside), sides of blocks and warps powers of two."""
+    """A dataclass of positive whole numbers (but `dtype` and `ahead`), sides of blocks and warps powers of two."""
     names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     if set(entry) != names:
         raise ValueError(f"{kind.__name__} has the fields {sorted(names)}, got {sorted(entry)}")
     for name, value in entry.items():
-        if name != "dtype" and (type(value) is not int or value < 1):
+        if name == "ahead" and type(value) is not bool:
+            raise ValueError(f"{kind.__name__}.ahead must be true or false, got {value!r}")
+        if name not in ("ahead", "dtype") and (type(value) is not int or value < 1):
             raise ValueError(f"{kind.__name__}.{name} must be a positive number, got {value!r}")
         if name in _POWERS_OF_TWO.get(kind, ()) and value & (value - 1):
             raise ValueError(f"{kind.__name__}.{name} must be a power of two, got {value}")

@@ -214,7 +214,7 @@ def compile_experts() -> None:
         compile_kernel(moe_strips._down_strips, constants, arrays, num_warps=step.down.warps)
     for gated, tiles in products:
         sides = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "GROUP": tiles.group}
-        constants = {"TOPK": 8, "SLOTS": 128, "GATED": gated, "EVEN": True, **sides, **pdl}
+        constants = {"TOPK": 8, "SLOTS": 128, "GATED": gated, "EVEN": True, "AHEAD": tiles.ahead, **sides, **pdl}
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         compile_kernel(moe_products._product, constants, ["x", "weight", "y"], **options)
     compile_kernel(moe_products._sort_by_expert, {"BLOCK": 8192, **pdl}, [], num_warps=16)

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INNER, EXPERTS, TOPK = 40, 24, 11, 3
 STRIPS = ExpertsPlan((StripStep(None, Strips(4, 4), Strips(2, 4)),))
 SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, group=1, programs=1)
-UNEVEN = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2, group=3, programs=2)
+UNEVEN = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2, group=3, programs=2, ahead=True)
 TALL = Tiles(rows=128, columns=32, depth=64, warps=4, stages=2, group=2, programs=1)
 TILES = ExpertsPlan((TileStep(None, SMALL, UNEVEN),))
 ROUTINGS = ("random", "one expert", "first and last")

@@ -94,6 +94,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda table: table["experts"][0]["steps"][1]["down"].update(rows=48), "Tiles.rows must be a power of two"),
         (lambda table: table["experts"][0]["steps"][1]["down"].update(stages="3"), "Tiles.stages"),
         (lambda table: table["experts"][0]["steps"][1]["down"].update(colums=16), "colums"),
+        (lambda table: table["experts"][0]["steps"][1]["down"].update(ahead=1), "Tiles.ahead"),
         (lambda table: table.pop("mla_decode"), "mla_decode"),
         (lambda table: table["mla_decode"][0]["geometry"].pop("rope"), "rope"),
         (lambda table: table["mla_decode"][0]["steps"].pop(), "end with null"),
