@@ -53,8 +53,8 @@ LAYERS = 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 STRIPS = tuple(Strips(*sides) for sides in ((1, 4), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)))
 GATE_UP = tuple(
-    Tiles(*sides, ahead)
-    for *sides, ahead in (
+    Tiles(*sides)
+    for sides in (
         (16, 16, 128, 4, 4, 1, 4, False),
         (16, 32, 128, 4, 3, 1, 4, False),
         (16, 32, 128, 4, 4, 1, 3, False),
@@ -77,8 +77,8 @@ GATE_UP = tuple(
     )
 )
 DOWN = tuple(
-    Tiles(*sides, ahead)
-    for *sides, ahead in (
+    Tiles(*sides)
+    for sides in (
         (16, 32, 128, 4, 4, 1, 5, False),
         (16, 64, 64, 4, 4, 1, 5, False),
         (16, 64, 128, 4, 4, 1, 3, False),
