@@ -144,6 +144,8 @@ class DecodeGraphs:
         staging.copied.record()
         token_ids = self._inputs.tokens[self._inputs.sources[: len(chunks)]]
         self._hidden_states[: len(chunks)] = self._model.language.embed(token_ids, image_rows, image_embeds)
+        # Alike, so that together they choose only as many experts, whose weights are read for them, as one row does.
+        self._hidden_states[len(chunks) : size].zero_()
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[: len(chunks)]

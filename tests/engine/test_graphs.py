@@ -89,7 +89,8 @@ def check(graphs: Watched, requests: list[Request], tokens: list[int]) -> None:
     assert seen.block_table.dtype == seen.context_lens.dtype == torch.int32
     for row, request in zip(seen.block_table, requests, strict=False):
         assert row[: len(request.pages)].tolist() == request.pages
-    # Padding: no cached tokens, the spare page's first slot.
+    # Padding: no cached tokens, the spare page's first slot, rows alike that no earlier step left there.
+    assert not graphs._hidden_states[count : len(graphs.seen.positions)].any()
     assert not seen.context_lens[count:].any()
     assert (graphs.seen.slots[count:] == SPARE_PAGE * PAGE_SIZE).all()
 
@@ -107,6 +108,7 @@ def test_rows_come_grow_move_and_leave(graphs: Watched) -> None:
     check(graphs, [a, b, c], [77, 264, 429])
     many = [decoding(number, 3, [20 + number]) for number in range(4, 12)]
     check(graphs, [a, b, c, *many], [77, 264, 429, *(100 * number + 2 for number in range(4, 12))])
+    check(graphs, [a, b, c], [77, 264, 429])
     check(graphs, [b], [264])
 
 
