@@ -40,7 +40,7 @@ class Watched(DecodeGraphs):
 
     def _remember(self, token_ids: Tensor, image_rows: Tensor | None, image_embeds: Tensor | None) -> Tensor:
         self.embedded = token_ids
-        return torch.zeros(len(token_ids), 3)
+        return torch.ones(len(token_ids), 3)
 
 
 class Replay:
