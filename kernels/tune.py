@@ -131,14 +131,19 @@ def main() -> None:
     path = table_path(gpu)
     table = load_table(path) if path.exists() else Table()
     dtype = str(torch.bfloat16).removeprefix("torch.")
+
+    def save() -> None:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump_table(table, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
+        print(f"written to {path}")
+
     if geometry.rank:
         latents = LatentGeometry(geometry.heads, geometry.rank, geometry.rope, dtype)
         table.mla_decode[latents] = best_decode_plan(geometry)
+        save()
     experts = ExpertsGeometry(geometry.experts + geometry.shared, geometry.hidden, geometry.inner, dtype)
     table.experts[experts] = best_experts_plan(geometry)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_table(table, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
-    print(f"written to {path}")
+    save()
 
 
 def best_decode_plan(geometry: Geometry) -> DecodePlan:
