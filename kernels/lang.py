@@ -37,7 +37,7 @@ try:
 except ImportError:
     triton = tl = _Absent()
 
-__all__ = ["has_triton", "pdl", "tl", "triton", "use_triton"]
+__all__ = ["has_triton", "is_hopper", "pdl", "tl", "triton", "use_triton"]
 
 
 def has_triton() -> bool:
@@ -52,11 +52,12 @@ def use_triton(tensor: Tensor) -> bool:
 
 def pdl(tensor: Tensor) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch, on this tensor's device."""
-    if tensor.is_cuda and _has_pdl(tensor.device.index):
+    if tensor.is_cuda and is_hopper(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 @cache
-def _has_pdl(device_index: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) >= (9, 0)
+def is_hopper(device: torch.device) -> bool:
+    """Whether this CUDA device is NVIDIA's Hopper or newer."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

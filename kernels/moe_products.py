@@ -137,7 +137,9 @@ def _product(
         group = tile // (GROUP * column_tiles)
         within_group = tile - group * GROUP * column_tiles
         height = tl.minimum(total - group * GROUP, GROUP)
-        block = group * GROUP + within_group % height
+        # From the last expert on: the shared ones, which have most rows, and whose weights may lie in the cache already
+        # (kernels/prefetch.py).
+        block = total - 1 - group * GROUP - within_group % height
         column = within_group // height * COLUMNS + tl.arange(0, COLUMNS)
 
         expert = tl.sum((ends <= block).to(tl.int32), 0)

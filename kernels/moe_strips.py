@@ -77,12 +77,14 @@ def _gate_up_strips(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """activated[pair, columns] for all pairs of the expert of pair program_id(1), if that is the first of them."""
+    """activated[pair, columns] for all pairs of the expert of the program's pair, if that is the first of them."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         # Not before the wait: so the next kernel may read expert_ids at its start.
         tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(1)
+    # The last choices first: shared experts, whose weights may lie in the cache already (kernels/prefetch.py).
+    tokens = pairs // TOPK
+    first = tl.program_id(1) % tokens * TOPK + TOPK - 1 - tl.program_id(1) // tokens
     slot = tl.arange(0, SLOTS)
     expert = tl.load(expert_ids + first)
     mine = tl.load(expert_ids + slot, mask=slot < pairs, other=-1) == expert

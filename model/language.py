@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kernels.attention_backend import AttentionBackend
 from kernels.linear import float32_linear
+from kernels.prefetch import Prefetcher
 from model.attention import LatentAttention, MultiHeadAttention
 from model.batch import Batch
 from model.config import LanguageConfig
@@ -29,6 +30,11 @@ class DecoderLayer(nn.Module):
             if config.is_moe_layer(index)
             else MLP(config.hidden_size, config.intermediate_size)
         )
+
+    def known_weights(self) -> list[Tensor]:
+        """Those that any token needs, from attention's output on, in the order of their use."""
+        weights = [self.attention.o_proj.weight]
+        return weights + self.mlp.shared_weights() if isinstance(self.mlp, MixtureOfExperts) else weights
 
     def forward(
         self,
@@ -65,19 +71,31 @@ class LanguageModel(nn.Module):
         return hidden_states
 
     def forward(
-        self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None, hidden_states: Tensor | None = None
+        self,
+        batch: Batch,
+        kv_cache: Sequence[Tensor],
+        out: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> Tensor:
         """Logits, float32 [R, vocab_size], of the batch's `logits_rows`; writes the step's rows into `kv_cache`.
 
         kv_cache: one tensor a layer, [pages, PAGE_SIZE, kv_row_size], in the model's dtype. `out` takes the logits, if
-        given. hidden_states: what `embed` makes of the batch, if that is done.
+        given. hidden_states: what `embed` makes of the batch, if that is done. prefetcher: fetches each layer's known
+        weights while its attention runs.
         """
         if hidden_states is None:
             hidden_states = self.embed(batch.token_ids, batch.image_rows, batch.image_embeds)
         rotary = self.rotary(batch.positions)
         residual = None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            if prefetcher is not None:
+                prefetcher.start(layer.known_weights())
             hidden_states, residual = layer(hidden_states, residual, rotary, batch, layer_cache)
         assert residual is not None  # there is a layer at least
         normed = self.norm.add_rows(hidden_states, residual, batch.logits_rows)
-        return float32_linear(normed, self.lm_head.weight, out, batch_invariant=self.batch_invariant)
+        logits = float32_linear(normed, self.lm_head.weight, out, batch_invariant=self.batch_invariant)
+        if prefetcher is not None:
+            prefetcher.join()
+        return logits

@@ -34,6 +34,11 @@ class MixtureOfExperts(nn.Module):
         num_experts = config.num_routed_experts + config.num_shared_experts
         self.router = Router(config)
         self.experts = Experts(num_experts, config.hidden_size, config.moe_intermediate_size)
+        self._num_routed = config.num_routed_experts
+
+    def shared_weights(self) -> list[Tensor]:
+        """The shared experts' parts of gate_up_weight and down_weight."""
+        return [self.experts.gate_up_weight[self._num_routed :], self.experts.down_weight[self._num_routed :]]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[T, hidden_size] to the same."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention_backend import AttentionBackend
+from kernels.prefetch import Prefetcher
 from model.attention import LatentAttention, MultiHeadAttention
 from model.batch import Batch, upload
 from model.config import ModelConfig
@@ -59,8 +60,13 @@ class DeepseekVL2(nn.Module):
         return table[torch.where(layout < 0, len(flat) - 1 - layout, layout)]
 
     def forward(
-        self, batch: Batch, kv_cache: Sequence[Tensor], out: Tensor | None = None, hidden_states: Tensor | None = None
+        self,
+        batch: Batch,
+        kv_cache: Sequence[Tensor],
+        out: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> Tensor:
         """Logits, float32 [R, vocab_size]; see LanguageModel.forward."""
-        logits: Tensor = self.language(batch, kv_cache, out, hidden_states)
+        logits: Tensor = self.language(batch, kv_cache, out, hidden_states, prefetcher)
         return logits

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kernels.prefetch import prefetcher_for
 from model.batch import PAGE_SIZE, Batch, DecodeRows
 from model.vl2 import DeepseekVL2
 from server.engine.request import Request
@@ -109,6 +110,7 @@ class DecodeGraphs:
         self._hidden_states = torch.zeros(max_rows, embedding.shape[1], dtype=embedding.dtype, device=device)
         self.logits = torch.empty(max_rows, model.config.language.vocab_size, device=device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._prefetcher = prefetcher_for(device)
         self._captured: dict[int, _Captured] = {}
 
     @property
@@ -193,7 +195,8 @@ class DecodeGraphs:
         self._inputs.words.zero_()
         self._inputs.slots.fill_(self._spare_slot)
         batch, logits = self._batch(size), self.logits[:size]
-        graph = capture_graph(lambda: self._model(batch, self._kv_cache, logits, self._hidden_states[:size]), self.pool)
+        rows = self._hidden_states[:size]
+        graph = capture_graph(lambda: self._model(batch, self._kv_cache, logits, rows, self._prefetcher), self.pool)
         return _Captured(graph, batch, logits)
 
 

@@ -26,6 +26,7 @@ from kernels import (
     moe_strips,
     norm,
     patches,
+    prefetch,
     prefill_triton,
     rope_cache,
     router,
@@ -136,6 +137,7 @@ def main() -> None:
     for absent in (["residual", "chosen", "total"], ["chosen"], ["total"]):
         constants = {"BLOCK": 2048, **dict.fromkeys(absent)} | pdl
         compile_kernel(norm._norm, constants, ["x", "residual", "weight", "out", "total"], num_warps=8)
+    compile_kernel(prefetch._prefetch, {"PIECE": 4096, "PIECES": 32}, ["weight"], num_warps=1)
     compile_kernel(rope_cache._rope_tables, {"BLOCK": 32} | pdl, [], num_warps=1)
     compile_kernel(layer_norm._layer_norm, {"BLOCK": 2048} | pdl, ["x", "weight", "bias", "y"], num_warps=4)
     shape = {"HEIGHT": 384, "WIDTH": 384, "SIZE": 14, "COLUMNS": 592, "BLOCK": 2048}
