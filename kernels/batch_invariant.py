@@ -11,7 +11,8 @@ in the batch. Two remedies, by device:
   threads). So few rows are padded up to `_CPU_ROWS`, or more with many threads. The tests hold this to the bit at the
   demo model's widths; the library promises nothing, and at some others (896, tiny's experts) several threads do differ.
 - CUDA: one Triton kernel with one tile shape for all sizes. It is slower than the library, so it runs only where
-  `batch_invariant` asks for it.
+  `batch_invariant` asks for it. Elsewhere a handful of rows goes through kernels/linear_strips.py, more through the
+  library.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from kernels.expect import FLOATS, expect, expect_rows
 from kernels.lang import tl, triton, use_triton
+from kernels.linear_strips import MOST_ROWS, WIDEST, linear_strips
 
 _CPU_ROWS = 16
 _CPU_ROWS_A_THREAD = 8
@@ -39,7 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invar
     if x.device.type == "cpu":
         return linear_padded(x, weight, bias)
     if not batch_invariant:
-        return F.linear(x, weight, bias)
+        few = bias is None and x.numel() <= MOST_ROWS * x.shape[-1] and x.shape[-1] <= WIDEST
+        return linear_strips(x, weight) if few and use_triton(x) else F.linear(x, weight, bias)
     if not use_triton(x):
         raise ValueError(f"a batch-invariant product on {x.device.type} needs Triton")
     return linear_triton(x, weight, bias)

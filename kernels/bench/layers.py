@@ -12,6 +12,7 @@ from kernels.batch_invariant import linear
 from kernels.bench.measure import Case, Work, copies, relative_error
 from kernels.bench.setups import Setup
 from kernels.linear import float32_linear
+from kernels.linear_strips import MOST_ROWS
 from kernels.moe import moe_experts, moe_experts_reference
 from kernels.norm import add_rms_norm, add_rms_norm_rows, rms_norm
 from kernels.router import route
@@ -28,6 +29,8 @@ def cases(setup: Setup) -> Iterator[Case]:
     for tokens in sizes.routed:
         yield Case("router", f"{tokens} tokens", partial(router, setup, tokens), 1e-4)
         yield Case("experts", f"{tokens} tokens", partial(routed, setup, tokens), setup.tolerance)
+    for rows in (1, MOST_ROWS):
+        yield Case("linear, strips", f"{rows} rows", partial(strips, setup, rows), setup.tolerance)
     for rows in sizes.absorbed:
         yield Case("output matrix", f"{rows} rows, float32", partial(output, setup, rows), setup.tolerance)
         yield Case("linear, invariant", f"{rows} rows", partial(invariant, setup, rows), setup.tolerance)
@@ -171,14 +174,24 @@ def output(setup: Setup, rows: int) -> Work:
     return Work([call], error, moved, 2.0 * rows * weight.numel())
 
 
+def strips(setup: Setup, rows: int) -> Work:
+    """The product of a few rows, square."""
+    return _square(setup, rows, None, batch_invariant=False)
+
+
 def invariant(setup: Setup, rows: int) -> Work:
     """The product of `--deterministic`, square."""
+    return _square(setup, rows, setup.random(setup.geometry.hidden), batch_invariant=True)
+
+
+def _square(setup: Setup, rows: int, bias: Tensor | None, *, batch_invariant: bool) -> Work:
     hidden = setup.geometry.hidden
-    x, bias = setup.random(rows, hidden), setup.random(hidden)
+    x = setup.random(rows, hidden)
     weights = [setup.random(hidden, hidden, std=0.02) for _ in range(copies(hidden**2 * setup.dtype.itemsize))]
-    calls = [partial(linear, x, weight, bias, batch_invariant=True) for weight in weights]
+    calls = [partial(linear, x, weight, bias, batch_invariant=batch_invariant) for weight in weights]
 
     def error() -> float:
-        return relative_error(calls[0](), F.linear(x.double(), weights[0].double(), bias.double()))
+        expected = F.linear(x.double(), weights[0].double(), None if bias is None else bias.double())
+        return relative_error(calls[0](), expected)
 
     return Work(calls, error, 2 * x.nbytes + weights[0].nbytes, 2.0 * rows * hidden**2)

@@ -19,6 +19,7 @@ from kernels import (
     head_linear,
     latent_write,
     layer_norm,
+    linear_strips,
     mha_decode,
     mla_decode,
     moe,
@@ -157,6 +158,9 @@ def main() -> None:
         for side in ("w_inner", "w_outer"):  # along which the weights lie side by side, as Triton is told
             constants = {"x_inner": 1, side: 1} | shape | pdl
             compile_kernel(head_linear._head_linear, constants, ["x", "weight", "y"], **wide)
+    for columns, depth in ((4, 2048), (1, 16384)):
+        shape = {"COLUMNS": columns, "DEPTH": depth}
+        compile_kernel(linear_strips._linear_strips, shape | pdl, ["x", "weight", "y"], num_warps=8)
     for bias in (True, False):
         compile_kernel(
             batch_invariant._linear, {"BIAS": bias, "TILE": 64}, ["x", "weight", "bias", "y"], num_warps=4, num_stages=4

@@ -11,9 +11,11 @@ from kernels.batch_invariant import linear_triton
 from kernels.head_linear import head_linear_triton
 from kernels.latent_write import write_latents_triton
 from kernels.layer_norm import layer_norm_triton
+from kernels.linear_strips import linear_strips
 from kernels.mha_decode import mha_decode_triton
 from kernels.mla_decode import mla_decode_triton
 from kernels.norm import add_rms_norm_rows_triton, add_rms_norm_triton, rms_norm_triton
+from kernels.prefetch import prefetch
 from kernels.rope_cache import rope_tables_triton
 from kernels.router import route_triton
 
@@ -86,6 +88,12 @@ CALLS: dict[str, Callable[[], object]] = {
     r"weight must be .*float32": lambda: route_triton(X, torch.zeros(8, 32).half(), None, **ROUTING),  # type: ignore[arg-type]
     r"2 of 1 experts cannot be chosen": lambda: route_triton(X, torch.zeros(1, 32), None, **ROUTING),  # type: ignore[arg-type]
     r"weight must be rows of .*\[8, 32\], got float32 \[8, 16\]": lambda: linear_triton(X, torch.zeros(8, 16)),
+    r"strips serve 4 rows .* got 5 of 32": lambda: linear_strips(torch.zeros(5, 32), torch.zeros(8, 32)),
+    r"strips serve .* up to 16384 numbers, got 1 of 16400": lambda: linear_strips(
+        torch.zeros(1, 16400), torch.zeros(8, 16400)
+    ),
+    r"weight must be contiguous .*\[8, 32\], got .* strides \[1, 8\]": lambda: linear_strips(X, torch.zeros(32, 8).t()),
+    r"weight must start and end at a multiple of 16 bytes, has 36": lambda: prefetch(torch.zeros(9)),
 }
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import silu_mul_reference, silu_mul_triton
 from kernels.head_linear import head_linear_reference, head_linear_triton
 from kernels.latent_write import write_latents_reference, write_latents_triton
+from kernels.linear_strips import linear_strips
 from kernels.norm import add_rms_norm_rows_triton, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 from kernels.rope_cache import rope_frequencies, rope_tables_reference, rope_tables_triton
 from kernels.router import route, route_triton
@@ -95,6 +97,13 @@ def test_head_linear_of_strided_inputs_and_transposed_weights(tokens: int) -> No
     assert_near(head_linear_triton(y, transposed), head_linear_reference(y, transposed))
     z, deep = torch.randn(tokens, 2, 600), torch.randn(2, 600, 24) / 20
     assert_near(head_linear_triton(z, deep), head_linear_reference(z, deep))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4])
+def test_linear_of_few_strided_rows(tokens: int) -> None:
+    for inner, outer in ((48, 37), (3000, 5)):  # a strip's columns and depth are partly unused
+        x, weight = torch.randn(tokens, 2 * inner)[:, :inner], torch.randn(outer, inner) / inner**0.5
+        assert_near(linear_strips(x, weight), F.linear(x, weight))
 
 
 def test_cos_and_sin_of_far_positions() -> None:
