@@ -50,16 +50,16 @@ def prefetcher_for(device: torch.device) -> Prefetcher | None:
 
 
 def prefetch(weight: Tensor) -> None:
-    """Ask for all of a contiguous array whose address and bytes are multiples of 16. Raises ValueError for others."""
+    """Ask for a contiguous array, but for bytes at its ends that are no whole 16. Raises ValueError for others."""
     expect("weight", weight, weight.shape, *FLOATS)
-    if weight.data_ptr() % _ALIGNMENT or weight.nbytes % _ALIGNMENT:
-        raise ValueError(f"weight must start and end at a multiple of {_ALIGNMENT} bytes, has {weight.nbytes}")
+    skipped = -weight.data_ptr() % _ALIGNMENT
+    nbytes = (weight.nbytes - skipped) // _ALIGNMENT * _ALIGNMENT
     programs = triton.cdiv(weight.nbytes, _PIECE * _PIECES)
-    _prefetch[(programs,)](weight, weight.nbytes, PIECE=_PIECE, PIECES=_PIECES, num_warps=1)
+    _prefetch[(programs,)](weight, skipped, nbytes, PIECE=_PIECE, PIECES=_PIECES, num_warps=1)
 
 
 @triton.jit
-def _prefetch(weight, nbytes, PIECE: tl.constexpr, PIECES: tl.constexpr):
+def _prefetch(weight, skipped, nbytes, PIECE: tl.constexpr, PIECES: tl.constexpr):
     start = (tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)) * PIECE
     size = tl.maximum(tl.minimum(nbytes - start, PIECE), 0).to(tl.int32)
     tl.inline_asm_elementwise(
@@ -70,7 +70,7 @@ def _prefetch(weight, nbytes, PIECE: tl.constexpr, PIECES: tl.constexpr):
         mov.u32 $0, 0;
         }""",
         "=r,l,r",
-        [weight.to(tl.int64) + start, size],
+        [weight.to(tl.int64) + skipped + start, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -93,7 +93,7 @@ CALLS: dict[str, Callable[[], object]] = {
         torch.zeros(1, 16400), torch.zeros(8, 16400)
     ),
     r"weight must be contiguous .*\[8, 32\], got .* strides \[1, 8\]": lambda: linear_strips(X, torch.zeros(32, 8).t()),
-    r"weight must start and end at a multiple of 16 bytes, has 36": lambda: prefetch(torch.zeros(9)),
+    r"weight must be contiguous .*\[32, 8\]": lambda: prefetch(torch.zeros(8, 32).t()),
 }
 
 

@@ -234,3 +234,34 @@ def test_arrays_go_up_together_and_aligned() -> None:
         assert tensor.dtype == torch.from_numpy(array).dtype and tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
     assert all((tensor.data_ptr() - tensors[0].data_ptr()) % 16 == 0 for tensor in tensors if tensor.numel())
+
+
+class Recorded:
+    """A prefetcher that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Tensor]] = []
+        self.joined = False
+
+    def start(self, weights: list[Tensor]) -> None:
+        self.asked.append(weights)
+
+    def join(self) -> None:
+        self.joined = True
+
+
+@pytest.mark.parametrize("variant", goldens_data.VARIANTS)
+def test_a_layers_known_weights_are_prefetched(models: dict[str, DeepseekVL2], variant: str) -> None:
+    model, prefetcher = models[variant], Recorded()
+    language = model.config.language
+    cache = [torch.zeros(2, PAGE_SIZE, language.kv_row_size) for _ in model.language.layers]
+    batch = build_batch([Chunk([5], 0, [0])], [], logits_rows=[0], device=CPU)
+    model(batch, cache, prefetcher=prefetcher)
+    assert prefetcher.joined and len(prefetcher.asked) == language.num_hidden_layers
+    for index, weights in enumerate(prefetcher.asked):
+        moe = language.is_moe_layer(index)
+        assert all(weight.is_contiguous() for weight in weights) and len(weights) == (3 if moe else 1)
+        assert [len(weight) for weight in weights[1:]] == [language.num_shared_experts] * (2 * moe)
+        if moe:  # what every token's last choices name
+            experts = model.language.layers[index].mlp.experts  # type: ignore[union-attr]
+            assert torch.equal(weights[1], experts.gate_up_weight[language.num_routed_experts :])  # type: ignore[union-attr,index]
