@@ -2,9 +2,10 @@
 
 The modules' own parameters are views of a working copy in the training type (routers stay float32, as when serving),
 their gradients views of one flat buffer: a step is a handful of operations on long vectors. The matrices inside the
-layers follow Muon (Jordan 2024: momentum made orthogonal by Newton-Schulz iterations, which moves every direction of
-a matrix alike), scaled by the size of their entries (Liu et al. 2025, arXiv 2502.16982, equation 4), so that one rate
-serves all; everything else follows AdamW. Matrices of one shape lie side by side and are iterated together.
+layers follow Muon unless told otherwise (Jordan 2024: momentum made orthogonal by Newton-Schulz iterations, which moves
+every direction of a matrix alike), scaled by the size of their entries (Liu et al. 2025, arXiv 2502.16982, equation 4),
+so that one rate serves all; everything else follows AdamW. Matrices of one shape lie side by side and are iterated
+together.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 class FlatParameters:
     """Takes over the parameters of some modules."""
 
-    def __init__(self, modules: dict[str, nn.Module], *, dtype: torch.dtype, decay: float) -> None:
-        """``decay`` is the weight decay, of matrices alone."""
+    def __init__(self, modules: dict[str, nn.Module], *, dtype: torch.dtype, decay: float, muon: bool = True) -> None:
+        """``decay`` is the weight decay, of matrices alone. Without ``muon`` all parameters follow AdamW."""
         named = [(f"{prefix}.{name}", p) for prefix, module in modules.items() for name, p in module.named_parameters()]
-        inner = sorted((item for item in named if _is_inner(*item)), key=lambda item: item[1].shape[-2:])
-        narrow = inner + [(name, p) for name, p in named if not WHOLE.search(name) and not _is_inner(name, p)]
+        inner = sorted((item for item in named if muon and _is_inner(*item)), key=lambda item: item[1].shape[-2:])
+        names = {name for name, _ in inner}
+        narrow = inner + [(name, p) for name, p in named if not WHOLE.search(name) and name not in names]
         wide = [(name, p) for name, p in named if WHOLE.search(name)]
         self.names = [name for name, _ in (*narrow, *wide)]
         parameters = [p for _, p in (*narrow, *wide)]

@@ -26,7 +26,7 @@ from model.demo.scenes import random_scene
 from model.image import NEWLINE, TILE_FEATURES, image_layout, tile_grid
 from model.tokenizer import ASSISTANT, USER, Tokenizer
 
-WEIGHT, PRINTED_WEIGHT, LAST_DIGIT_WEIGHT = 10, 15, 3  # of an answer's tokens, in tenths
+WEIGHT, PRINTED_WEIGHT = 10, 15  # of an answer's tokens, in tenths
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class Wording:
         self.colon = tuple(tokenizer.encode(": "))
         self.assistant = tuple(tokenizer.encode_control(f"{ASSISTANT}:"))
         self._quote = tokenizer.encode('"')[-1]
-        self._digits = frozenset(tokenizer.encode(digit)[-1] for digit in "0123456789")
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -131,18 +130,12 @@ class Wording:
     def weights(self, ids: Sequence[int]) -> list[int]:
         """How much each token of an answer counts in training, in tenths.
 
-        The last digit of a box's coordinate is a third of a pixel and half guesswork, yet there are many of them; what
-        is printed is the hardest to learn, and one wrong character spoils an answer.
+        What is printed is the hardest to learn, and one wrong character spoils an answer.
         """
         found = []
         printed = False
-        for token, follower in zip(ids, [*ids[1:], -1], strict=True):
-            if printed:
-                found.append(PRINTED_WEIGHT)
-            elif token in self._digits and follower not in self._digits:
-                found.append(LAST_DIGIT_WEIGHT)
-            else:
-                found.append(WEIGHT)
+        for token in ids:
+            found.append(PRINTED_WEIGHT if printed else WEIGHT)
             printed ^= token == self._quote
         return found
 

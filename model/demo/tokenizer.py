@@ -1,6 +1,7 @@
 """The demo's own tokenizer: a byte-level BPE of 1,013 entries over the demo's dialogues, and the control tokens.
 
     python -m model.demo.tokenizer --out FOLDER
+    python -m model.demo.tokenizer --vocabulary CHECKPOINT --out FOLDER     # for training that goes on from one
 
 Text between double quotes is spelt one token a character, as digits are everywhere: reading print is then copying
 characters, and a box is copying digits.
@@ -94,6 +95,21 @@ def build_tokenizer(texts: Iterator[str]) -> FastTokenizer:
     return tokenizer
 
 
+def take_vocabulary(folder: Path) -> FastTokenizer:
+    """A checkpoint's tokens under the same ids, with this tokenizer's splits: print is spelt one token a character.
+
+    Raises:
+        ValueError: if its control tokens are not those of a demo checkpoint.
+    """
+    tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    first = VOCABULARY_SIZE - len(CONTROL_TOKENS)
+    ids = [tokenizer.token_to_id(token) for token in CONTROL_TOKENS]
+    if tokenizer.get_vocab_size() != VOCABULARY_SIZE or ids != list(range(first, VOCABULARY_SIZE)):
+        raise ValueError(f"{folder} has other control tokens than a demo checkpoint")
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    return tokenizer
+
+
 def _without_markers(text: str) -> str:
     for marker in GROUNDING_MARKERS:
         text = text.replace(marker, "\n")
@@ -136,11 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the tokenizer files to")
     parser.add_argument("--fonts", type=Path, default=None, help="folder with the fonts (default: the system's)")
+    parser.add_argument("--vocabulary", type=Path, default=None, help="checkpoint folder whose tokens are kept")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--scenes", type=int, default=SCENES, help="pictures whose dialogues make the corpus")
     arguments = parser.parse_args()
-    fonts = find_fonts(arguments.fonts)
-    tokenizer = build_tokenizer(corpus(fonts, arguments.seed, arguments.scenes))
+    if arguments.vocabulary is not None:
+        tokenizer = take_vocabulary(arguments.vocabulary)
+    else:
+        tokenizer = build_tokenizer(corpus(find_fonts(arguments.fonts), arguments.seed, arguments.scenes))
     save_tokenizer(tokenizer, arguments.out)
     print(f"{arguments.out / 'tokenizer.json'}: {tokenizer.get_vocab_size()} tokens")
 

@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing, on pictures drawn as it goes.
+"""Trains the demo model, from nothing or from a checkpoint, on pictures drawn as it goes.
 
     torchrun --nproc-per-node 4 -m model.demo.train --minutes 17 --out FOLDER --tokenizer FOLDER --fonts FOLDER
 
@@ -64,10 +64,14 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> Deepsee
 
 
 def load_initial(folder: Path, config: ModelConfig, device: torch.device) -> DeepseekVL2:
-    """The weights of a checkpoint in float32. Raises ValueError if it has other sizes or another tokenizer's ids."""
+    """The weights of a checkpoint in float32, which may have been trained with other candidate resolutions.
+
+    Raises ValueError if it has other sizes or another tokenizer's ids: anything else that differs from ``config``.
+    """
     model = load_model(folder, device=device, dtype=torch.float32)
-    if model.config != config:
+    if model.config.model_copy(update={"candidate_resolutions": config.candidate_resolutions}) != config:
         raise ValueError(f"{folder} is a checkpoint of another configuration than this training's")
+    model.config = config
     return model.train()
 
 
@@ -198,6 +202,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiles", type=int, default=240, help="tiles a step and device; a multiple of 30")
     parser.add_argument("--workers", type=int, default=14, help="render processes a device")
     parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of the layers' matrices")
     parser.add_argument("--warmup", type=int, default=250, help="steps of warm-up")
     parser.add_argument("--decay", type=float, default=0.05, help="weight decay of matrices")
     parser.add_argument("--seed", type=int, default=1)
@@ -239,7 +244,8 @@ def main() -> None:
     if arguments.compile:
         helpers.compile(dynamic=False)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    flat = FlatParameters({"model": model, "helpers": helpers}, dtype=dtype, decay=arguments.decay)
+    modules = {"model": model, "helpers": helpers}
+    flat = FlatParameters(modules, dtype=dtype, decay=arguments.decay, muon=arguments.optimizer == "muon")
     flat.broadcast()
     seconds = arguments.minutes * 60
     clock = Clock(seconds, passed=arguments.from_share * seconds, _started=started)

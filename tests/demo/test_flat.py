@@ -101,6 +101,24 @@ def test_matrices_in_layers_follow_muon() -> None:
             torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-4)
 
 
+def test_without_muon_layers_follow_adamw_too() -> None:
+    torch.manual_seed(2)
+    mine, other = Layered(), Layered()
+    other.load_state_dict(mine.state_dict())
+    flat = FlatParameters({"module": mine}, dtype=torch.float32, decay=0.0, muon=False)
+    adamw = torch.optim.AdamW(other.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
+    for number in range(1, 6):
+        inputs = torch.randn(11, 6, generator=torch.Generator().manual_seed(number))
+        for module in (mine, other):
+            module.zero_grad(set_to_none=False)
+            (module(inputs) - 1).square().mean().backward()
+        flat.step(number=number, rate=RATE, betas=BETAS, clip=CLIP, average=0.9)
+        nn.utils.clip_grad_norm_(other.parameters(), CLIP)
+        adamw.step()
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
 def test_narrow_copy_follows_a_float32_master() -> None:
     """Steps too small for bfloat16 add up in the master copy."""
     module = _module()

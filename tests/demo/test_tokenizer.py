@@ -1,5 +1,7 @@
 """The demo's tokenizer: special ids, round trips, and print spelt one token a character."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from model.demo.architecture import VOCABULARY_SIZE
 from model.demo.fonts import Fonts
 from model.demo.rows import Wording
-from model.demo.tokenizer import CONTROL_TOKENS, corpus
+from model.demo.tokenizer import CONTROL_TOKENS, corpus, save_tokenizer, take_vocabulary
 from model.tokenizer import Tokenizer
 
 
@@ -27,6 +29,19 @@ def test_print_is_spelt_by_character(word: str, tokenizer: Tokenizer) -> None:
     start = next(index for index, piece in enumerate(pieces) if piece.endswith(b'"')) + 1
     assert pieces[start : start + len(word.encode())] == [bytes([byte]) for byte in word.encode()]
     assert len(ids) >= len(word) + len(around) - 2
+
+
+def test_a_checkpoint_s_tokens_are_kept(tmp_path: Path, fonts: Fonts) -> None:
+    """Ids are the shipped checkpoint's, print is spelt by character, and remembered words are the tokenizer's."""
+    shipped = Path(__file__).parents[2] / "model" / "demo" / "checkpoint"
+    save_tokenizer(take_vocabulary(shipped), tmp_path)
+    before, kept = Tokenizer.from_folder(shipped), Tokenizer.from_folder(tmp_path)
+    assert [kept.token_bytes(i) for i in range(VOCABULARY_SIZE)] == [
+        before.token_bytes(i) for i in range(VOCABULARY_SIZE)
+    ]
+    test_control_tokens_follow_the_vocabulary(kept)
+    test_print_is_spelt_by_character("hello", kept)
+    test_remembered_words_are_the_tokenizer_s(fonts, kept, Wording(kept))
 
 
 def test_digits_stand_alone(tokenizer: Tokenizer) -> None:

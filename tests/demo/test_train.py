@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from model.checkpoint import load_model
 from model.config import ModelConfig
-from model.demo.export import ExportError, replace_folder
+from model.demo.architecture import processor_config_json
+from model.demo.export import ExportError, export_checkpoint, replace_folder
 from model.demo.fonts import Fonts
 from model.demo.schedule import FINAL_MIX, WINDOW, Clock, helper_weight, learning_rate, schedule
-from model.demo.train import demo_config, load_initial
+from model.demo.train import build_model, demo_config, load_initial
 from model.tokenizer import Tokenizer
 
 TOY = {
@@ -65,6 +66,23 @@ def test_initial_checkpoint_of_other_sizes_is_refused(tokenizer: Tokenizer) -> N
     shipped = ROOT / "model" / "demo" / "checkpoint"
     with pytest.raises(ValueError, match="another configuration"):
         load_initial(shipped, config, torch.device("cpu"))
+
+
+def test_initial_checkpoint_may_have_other_candidate_resolutions(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """The weights are taken over, with the training's own candidates; its tokenizer's control tokens are the same."""
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    config = ModelConfig.model_validate(demo_config(tokenizer, TOY))
+    saved = demo_config(tokenizer, TOY) | {"candidate_resolutions": [[384, 384]]}
+    model = build_model(ModelConfig.model_validate(saved), torch.device("cpu"), 3)
+    export_checkpoint(model, saved, tokenizer_folder, tmp_path / "one")
+    processor = processor_config_json() | {"candidate_resolutions": [[384, 384]]}
+    (tmp_path / "one" / "processor_config.json").write_text(json.dumps(processor))
+    loaded = load_initial(tmp_path / "one", config, torch.device("cpu"))
+    assert loaded.config == config
+    torch.testing.assert_close(loaded.image_newline, model.image_newline.bfloat16().float())
+    other = config.model_copy(update={"image_token": "<picture>"})
+    with pytest.raises(ValueError, match="another configuration"):
+        load_initial(tmp_path / "one", other, torch.device("cpu"))
 
 
 def test_a_folder_is_replaced_in_one_piece(tmp_path: Path) -> None:
