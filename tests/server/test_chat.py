@@ -39,10 +39,12 @@ def test_an_answer_can_be_sent_back_as_it_came(api: openai.OpenAI, stream: bool)
     picture: Any = {"type": "image_url", "image_url": {"url": colour()}}
     question: Any = {"role": "user", "content": [picture, {"type": "text", "text": "The red thing?"}]}
     where = {"grounding": {"locate": "the red square"}}
-    asked = {"model": MODEL, "messages": [question], "max_tokens": 24, "extra_body": where}
+    asked: Any = {"model": MODEL, "messages": [question], "temperature": 0, "max_tokens": 24, "extra_body": where}
     if stream:
         with api.chat.completions.stream(**asked) as events:
-            message = events.get_final_completion().choices[0].message
+            events.until_done()
+            # Not the final completion, which the client refuses of an answer that ran into max_tokens.
+            message = events.current_completion_snapshot.choices[0].message
     else:
         message = api.chat.completions.create(**asked).choices[0].message
     returned: Any = message.model_dump()
